@@ -1,0 +1,1 @@
+"""The copy engine: owns disk and host memory, and copies expert records into the workers' slots."""

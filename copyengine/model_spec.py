@@ -1,0 +1,84 @@
+"""config.json -> ModelSpec: what a model is made of, without its weights and without torch.
+
+A layer is a composition of kinds: `LayerSpec.attention` and `LayerSpec.ffn` are tagged unions, so that a further kind
+is a further Struct. Nothing here assumes that all layers are alike.
+"""
+
+from msgspec import Struct
+
+
+class RopeSpec(Struct, frozen=True):
+    """Rotary embedding: its base and how it is scaled beyond the trained length.
+
+    `kind` is "default", "linear", "dynamic", "yarn" or "llama3"; the other fields are those of the kind, as Hugging
+    Face's `rope_parameters` names them. Only YaRN's fields are listed that the others do not share.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+class GqaSpec(Struct, frozen=True, tag="gqa"):
+    """Grouped-query attention with per-head q/k norm and rotary."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    qk_norm: bool
+    rope: RopeSpec
+
+
+class DenseSpec(Struct, frozen=True, tag="dense"):
+    """A gated SiLU MLP of intermediate size `intermediate`."""
+
+    intermediate: int
+
+
+class MoeSpec(Struct, frozen=True, tag="moe"):
+    """A routed mixture: softmax over E, top-K, renormalised over the K if `norm_topk_prob`."""
+
+    experts: int  # E
+    experts_per_token: int  # K
+    intermediate: int  # I
+    norm_topk_prob: bool
+
+
+class LayerSpec(Struct, frozen=True):
+    """One decoder layer. Exactly the layers whose ffn is a MoeSpec have a bank; their order numbers the banks."""
+
+    attention: GqaSpec
+    ffn: DenseSpec | MoeSpec
+
+
+class ModelSpec(Struct, frozen=True):
+    """A model of a known family."""
+
+    architecture: str  # e.g. "Qwen3MoeForCausalLM"
+    vocab_size: int
+    hidden: int  # H
+    norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    checkpoint_dtype: str  # "bfloat16", "float16" or "float32", as config.json states it
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have a bank; bank number l belongs to layer moe_layers[l]."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+
+    @property
+    def moe(self) -> MoeSpec | None:
+        """The MoE geometry, which all MoE layers of a model share; None for a dense model."""
+        return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeSpec)), None)

@@ -1,0 +1,127 @@
+"""Messages to and from the copy engine. Imports the standard library and msgspec only."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+"""Element type of the weights in memory and of the activations."""
+
+MAX_QUERY = 128
+"""Experts in one query at most (DESIGN: the unit of admission, copying and completion)."""
+
+
+class MemoryHandle(Struct, frozen=True, tag=True):
+    """Memory another process may map. `shm`: `name` of a shared memory segment."""
+
+    kind: Literal["shm"]
+    name: str
+    nbytes: int
+
+
+# Requests -----------------------------------------------------------------------------------------------------------
+
+
+class Load(Struct, frozen=True, tag=True):
+    """Load the expert banks of the checkpoint in directory `model`, as `dtype`.
+
+    Idempotent: while one load runs, a second Load of the same model and dtype joins it; of another one is refused.
+    """
+
+    model: str
+    dtype: Dtype
+    hf_overrides: str = "{}"  # JSON object merged over config.json
+
+
+class Attach(Struct, frozen=True, tag=True):
+    """Serve the ring of worker `worker`: copies go from the banks into its pool, completion into its flags."""
+
+    worker: str
+    pool: MemoryHandle  # [pool_slots, record_nbytes] uint8
+    flags: MemoryHandle  # [flag_count] uint32
+    ring: MemoryHandle
+    pool_slots: int
+
+
+class Wake(Struct, frozen=True, tag=True):
+    """A step of worker `worker` is about to ring: poll its ring."""
+
+    worker: str
+
+
+class Stats(Struct, frozen=True, tag=True):
+    """Ask for the counters."""
+
+
+class Detach(Struct, frozen=True, tag=True):
+    """Forget worker `worker`; unmaps its memory."""
+
+    worker: str
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    """End the process after this reply."""
+
+
+Request = Load | Attach | Wake | Stats | Detach | Shutdown
+
+# Replies ------------------------------------------------------------------------------------------------------------
+
+
+class LoadProgress(Struct, frozen=True, tag=True):
+    """Not final: bytes of expert weights read so far."""
+
+    phase: str
+    done_nbytes: int
+    total_nbytes: int
+
+
+class Loaded(Struct, frozen=True, tag=True):
+    """The banks are filled. `record_nbytes` is 0 for a dense model."""
+
+    record_nbytes: int
+    moe_layers: int  # L
+    experts: int  # E
+    bank_nbytes: int  # all banks together, exactly as allocated
+    read_nbytes: int  # bytes read from the checkpoint's files for it, headers not counted
+    load_s: float
+
+
+class Attached(Struct, frozen=True, tag=True):
+    """The worker's ring is being served."""
+
+
+class Done(Struct, frozen=True, tag=True):
+    """Wake, Detach and Shutdown went through."""
+
+
+class CopyCounters(Struct, frozen=True):
+    """Counters since the start, for one kind of record."""
+
+    queries: int = 0
+    records: int = 0
+    nbytes: int = 0
+    failed_queries: int = 0
+
+
+class StatsReply(Struct, frozen=True, tag=True):
+    """Counters of the whole copy engine."""
+
+    demand: CopyCounters
+    stream: CopyCounters
+    prefetch: CopyCounters
+    bank_nbytes: int
+    workers: list[str]
+    dropped_frames: int
+    asleep: bool  # no ring is being polled at this moment
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The request was not carried out. `code` is one of the error names in wire.errors, or a reason in snake_case."""
+
+    code: str
+    detail: str
+
+
+Reply = LoadProgress | Loaded | Attached | Done | StatsReply | Failed
+FINAL = (Loaded, Attached, Done, StatsReply, Failed)

@@ -1,0 +1,203 @@
+"""Request and reply over ZMQ: any number of progress replies, then exactly one final reply per request.
+
+A request is two frames from a DEALER socket: an 8-byte call number chosen by the client, and the message. Each reply
+carries the same call number. The server's handler returns the final reply, so that there cannot be two or none.
+Frames that are malformed, oversized or unknown are counted and dropped; only where the call number is readable does
+the sender learn of it, by a Failed("wire").
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from copyengine.wire.codec import MAX_FRAME_NBYTES, Codec
+from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, WireError, code_of
+
+Req = TypeVar("Req")
+Rep = TypeVar("Rep")
+log = logging.getLogger(__name__)
+
+CALL_NBYTES = 8
+SEND_QUEUE_FRAMES = 1000
+"""Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.progress` raises PeerDied."""
+
+
+class Call(Generic[Req, Rep]):
+    """One request being served."""
+
+    def __init__(self, server: "RpcServer[Req, Rep]", peer: bytes, number: bytes, request: Req) -> None:
+        self.request = request
+        self.peer = peer
+        self._server = server
+        self._number = number
+
+    async def progress(self, reply: Rep) -> None:
+        """Send a reply that is not the final one. PeerDied if the client is gone or reads nothing."""
+        await self._server._send(self.peer, self._number, reply)
+
+
+class RpcServer(Generic[Req, Rep]):
+    """Serves one ROUTER socket; each request runs in a task of its own.
+
+    `handler` returns the final reply. A SlotstreamError it raises becomes `failed(code, detail)`; any other
+    exception is logged with its traceback and becomes `failed("internal", ...)`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        request_type: Any,
+        handler: Callable[[Call[Req, Rep]], Awaitable[Rep]],
+        failed: Callable[[str, str], Rep],
+    ) -> None:
+        self.dropped_frames = 0
+        self._codec: Codec[Req] = Codec(request_type)
+        self._handler = handler
+        self._failed = failed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+
+    def bind(self, endpoint: str) -> str:
+        """Bind; the endpoint really bound (port 0 picks a free one). ConfigError if the port is taken."""
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; choose another port") from None
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def serve(self) -> None:
+        """Take requests until cancelled."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 3 or len(frames[1]) != CALL_NBYTES:
+                self.dropped_frames += 1
+                continue
+            peer, number, body = frames
+            task = asyncio.create_task(self._answer(peer, number, body))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancel what is being served and close the socket; replies already sent are still delivered."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+
+    async def _answer(self, peer: bytes, number: bytes, body: bytes) -> None:
+        try:
+            request = self._codec.decode(body)
+            reply = await self._handler(Call(self, peer, number, request))
+        except WireError as error:
+            self.dropped_frames += 1
+            reply = self._failed("wire", str(error))
+        except SlotstreamError as error:
+            reply = self._failed(code_of(error), getattr(error, "detail", str(error)))
+        except Exception as error:
+            log.exception("request failed")
+            reply = self._failed("internal", f"{type(error).__name__}: {error}")
+        try:
+            await self._send(peer, number, reply)
+        except PeerDied:
+            log.debug("the client of a finished request is gone")
+
+    async def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
+        try:
+            await self._socket.send_multipart([peer, number, self._codec.encode(reply)], flags=zmq.DONTWAIT)
+        except zmq.Again:
+            raise PeerDied(f"the client does not read its replies ({SEND_QUEUE_FRAMES} waiting)") from None
+        except zmq.ZMQError as error:
+            raise PeerDied(f"the client is gone: {error.strerror}") from None
+
+
+class RpcClient(Generic[Req, Rep]):
+    """Calls one server. Must be made, used and closed on one running event loop."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, endpoint: str, reply_type: Any, final: tuple[type, ...], peer: str
+    ) -> None:
+        self.endpoint = endpoint
+        self.dropped_frames = 0
+        self._peer = peer
+        self._codec: Codec[Rep] = Codec(reply_type)
+        self._final = final
+        self._numbers = itertools.count(1)
+        self._calls: dict[bytes, asyncio.Queue[Rep | PeerDied]] = {}
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # never queue for a dead server: its successor must not see old calls
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(endpoint)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def call(self, request: Req, deadline_s: float) -> Rep:
+        """The final reply. PeerTimeout if nothing comes for `deadline_s` (progress renews it), PeerDied if the server dies."""
+        reply = None
+        async for reply in self.stream(request, deadline_s):
+            pass
+        assert reply is not None
+        return reply
+
+    async def stream(self, request: Req, deadline_s: float) -> AsyncGenerator[Rep, None]:
+        """Every reply, the final one last. Raises as `call` does."""
+        number = next(self._numbers).to_bytes(CALL_NBYTES, "little")
+        replies = self._calls[number] = asyncio.Queue()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._socket.send_multipart([number, self._codec.encode(request)])
+            while True:
+                async with asyncio.timeout(deadline_s):
+                    reply = await replies.get()
+                if isinstance(reply, PeerDied):
+                    raise reply
+                yield reply
+                if isinstance(reply, self._final):
+                    return
+        except TimeoutError:
+            raise PeerTimeout(f"no answer from the {self._peer} at {self.endpoint} within {deadline_s:g} s") from None
+        finally:
+            del self._calls[number]
+
+    async def close(self) -> None:
+        """End all calls with PeerDied and close the socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all("the connection was closed")
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+
+    def _fail_all(self, why: str) -> None:
+        for replies in self._calls.values():
+            replies.put_nowait(PeerDied(f"the {self._peer} at {self.endpoint} is gone: {why}"))
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            replies = self._calls.get(frames[0]) if len(frames) == 2 else None
+            if replies is None:  # the caller gave up, or the frame is junk
+                self.dropped_frames += len(frames) != 2
+                continue
+            try:
+                replies.put_nowait(self._codec.decode(frames[1]))
+            except WireError as error:
+                self.dropped_frames += 1
+                log.warning("dropped a reply of the %s: %s", self._peer, error)
+
+    async def _watch(self) -> None:
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._fail_all("its connection closed")

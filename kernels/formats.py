@@ -1,0 +1,93 @@
+"""Expert record layouts per quantisation format.
+
+One table, read by the loader, the copy engine and the kernels: `FORMATS[name]` says which tensors one expert of
+hidden size H and intermediate size I has, and `layout` places them in one contiguous record, each field and the
+record as a whole aligned to `ALIGNMENT` bytes. A further format is a further row. No torch in here.
+"""
+
+from collections.abc import Callable
+
+
+from msgspec import Struct
+
+ALIGNMENT = 128
+"""Bytes; the alignment of every field and of the record, so that a slot can be read in whole cache lines."""
+
+ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes per element of each element type a field may have."""
+
+
+class FieldSpec(Struct, frozen=True):
+    """One tensor of an expert before it is placed: its name, element type and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Field(Struct, frozen=True):
+    """One tensor of an expert, placed: `offset` and `nbytes` in bytes from the start of the record."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class RecordLayout(Struct, frozen=True):
+    """How one expert lies in its record."""
+
+    format: str
+    hidden: int  # H
+    intermediate: int  # I
+    fields: tuple[Field, ...]
+    record_nbytes: int
+
+    def field(self, name: str) -> Field:
+        """The field called `name`; KeyError if the format has none."""
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise KeyError(f"format {self.format} has no field {name!r}")
+
+
+def _unquantised(dtype: str) -> Callable[[int, int], tuple[FieldSpec, ...]]:
+    """gate and up rows stacked, [2I, H] (gate first), then down, [H, I]."""
+
+    def fields(hidden: int, intermediate: int) -> tuple[FieldSpec, ...]:
+        return (
+            FieldSpec("gate_up", dtype, (2 * intermediate, hidden)),
+            FieldSpec("down", dtype, (hidden, intermediate)),
+        )
+
+    return fields
+
+
+FORMATS: dict[str, Callable[[int, int], tuple[FieldSpec, ...]]] = {
+    "bfloat16": _unquantised("bfloat16"),
+    "float16": _unquantised("float16"),
+    "float32": _unquantised("float32"),
+}
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def layout(format_name: str, hidden: int, intermediate: int) -> RecordLayout:
+    """The record layout of one expert. ValueError for an unknown format or a size below 1."""
+    if format_name not in FORMATS:
+        raise ValueError(f"unknown expert format {format_name!r}; known: {', '.join(FORMATS)}")
+    if hidden < 1 or intermediate < 1:
+        raise ValueError(f"hidden ({hidden}) and intermediate ({intermediate}) must be at least 1")
+    fields: list[Field] = []
+    offset = 0
+    for spec in FORMATS[format_name](hidden, intermediate):
+        nbytes = ITEMSIZE[spec.dtype]
+        for extent in spec.shape:
+            nbytes *= extent
+        fields.append(Field(spec.name, spec.dtype, spec.shape, offset, nbytes))
+        offset = align(offset + nbytes)
+    return RecordLayout(format_name, hidden, intermediate, tuple(fields), offset)

@@ -1,0 +1,1 @@
+"""The scheduler: owns requests and time, and never loads torch."""

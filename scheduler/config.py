@@ -1,0 +1,46 @@
+"""Settings of the scheduler process."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from copyengine.wire.loop import EventLoop
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+AutoOr = Literal["auto"]
+
+
+class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Takes requests from loopback clients and turns them into prefill chunks and decode steps."""
+
+    model: Annotated[str, Meta(description="checkpoint directory")]
+    workers: Annotated[str, Meta(description="endpoints of the workers, comma-separated")]
+    served_model_name: Annotated[str, Meta(description="name clients see; default the directory's name")] = ""
+    hf_overrides: Annotated[str, Meta(description="JSON object merged over config.json")] = "{}"
+    dtype: Annotated[Dtype, Meta(description="element type of weights and activations; auto is the checkpoint's")] = (
+        "auto"
+    )
+    demand_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="prefill chunks up to this many tokens load only the experts they route to; 0: always stream",
+            extra_json_schema={"aliases": ["--moe-prefill-demand-tokens"]},
+        ),
+    ] = 512
+    slots: Annotated[AutoOr | Annotated[int, Meta(ge=1)], Meta(description="experts the device pool holds")] = "auto"
+    max_running_requests: Annotated[int, Meta(ge=1, description="requests that prefill or decode at a time")] = 16
+    max_queued_requests: Annotated[int, Meta(ge=0, description="requests that may wait; one more is refused")] = 256
+    chunked_prefill_size: Annotated[int, Meta(ge=1, description="tokens of the longest prefill chunk")] = 4096
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="prompt and answer tokens of one request; 0: what the model and the KV hold")
+    ] = 0
+    kv_tokens: Annotated[AutoOr | Annotated[int, Meta(ge=1)], Meta(description="tokens the KV pages hold")] = "auto"
+    host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
+    event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
+    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    ready_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds without progress after which a start is given up")
+    ] = 120.0
+    parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False

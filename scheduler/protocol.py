@@ -1,0 +1,160 @@
+"""Messages to and from the scheduler. Imports the standard library and msgspec only."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+# Requests -----------------------------------------------------------------------------------------------------------
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the answer is drawn and where it ends.
+
+    temperature 0 is greedy; top_k 0 is off; seed None draws a fresh one for the request. The answer ends at an
+    end-of-sequence token (unless `ignore_eos`), at a token of `stop_token_ids`, before the first match of a string
+    of `stop`, or after `max_tokens` new tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class Generate(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Answer one prompt, given as exactly one of text, token ids or chat messages."""
+
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[Message] | None = None
+    sampling: Sampling = Sampling()
+    request_id: Annotated[str, Meta(max_length=128)] = ""  # chosen by the client for Abort; "" lets the scheduler choose
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """End a request of this client's; its Generate gets Finished("abort")."""
+
+    request_id: str
+
+
+class Health(Struct, frozen=True, tag=True):
+    """Ask whether requests are accepted."""
+
+
+class Stats(Struct, frozen=True, tag=True):
+    """Ask for the counters."""
+
+
+Request = Generate | Abort | Health | Stats
+
+# Replies ------------------------------------------------------------------------------------------------------------
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """Not final: the request is queued."""
+
+    request_id: str
+    prompt_tokens: int
+
+
+class Tokens(Struct, frozen=True, tag=True):
+    """Not final: new tokens. `text` holds whole characters only and may be empty; the pieces concatenate to the answer."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Usage(Struct, frozen=True):
+    """What the request took. `cached_tokens` are prompt tokens whose KV was already there."""
+
+    prompt_tokens: int
+    new_tokens: int
+    cached_tokens: int
+    demand_chunks: int
+    streamed_chunks: int
+    expert_hits: int
+    expert_misses: int
+    copied_nbytes: int
+
+
+class Timing(Struct, frozen=True):
+    """Seconds. `ttft_s` from arrival to the first token; `tpot_s` the mean gap between the later tokens, 0 for one."""
+
+    queued_s: float
+    ttft_s: float
+    tpot_s: float
+    total_s: float
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """The answer is complete."""
+
+    reason: Literal["stop", "length", "abort"]
+    usage: Usage
+    timing: Timing
+
+
+class HealthReply(Struct, frozen=True, tag=True):
+    """`phase` says why `ready` is false."""
+
+    ready: bool
+    phase: Literal["loading", "ready", "draining", "dead"]
+    model: str
+
+
+class ModeCounters(Struct, frozen=True):
+    """Steps and expert traffic of one mode, over all workers. hits + misses = lookups."""
+
+    steps: int = 0
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    copied_nbytes: int = 0
+
+
+class StatsReply(Struct, frozen=True, tag=True):
+    """Counters since the start."""
+
+    waiting: int
+    running: int
+    finished: int
+    failed: int
+    aborted: int
+    prompt_tokens: int
+    generated_tokens: int
+    kv_pages_free: int
+    kv_pages_total: int
+    decode: ModeCounters
+    demand: ModeCounters
+    streamed: ModeCounters
+    dropped_frames: int
+
+
+class Done(Struct, frozen=True, tag=True):
+    """Abort went through (also when the request had ended already)."""
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The request ended with an error.
+
+    Codes: invalid_request, context_length_exceeded, queue_full, not_ready, draining, worker_failed, client_too_slow,
+    internal.
+    """
+
+    code: str
+    detail: str
+
+
+Reply = Accepted | Tokens | Finished | HealthReply | StatsReply | Done | Failed
+FINAL = (Finished, HealthReply, StatsReply, Done, Failed)

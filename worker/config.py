@@ -1,0 +1,25 @@
+"""Settings of a worker process."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from copyengine.wire.loop import EventLoop
+
+
+class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Runs the model on one device. The model and its sizes come with the scheduler's Load."""
+
+    endpoint: Annotated[str, Meta(description="loopback ZMQ endpoint to serve; port 0 picks a free one")] = (
+        "tcp://127.0.0.1:0"
+    )
+    name: Annotated[str, Meta(description="name of this worker, unique in the run")] = "worker0"
+    run_id: Annotated[str, Meta(description="prefix of this run's shared memory names; made up if empty")] = ""
+    copy_engine: Annotated[
+        str, Meta(description="endpoint of the copy engine; empty runs it as a thread of this process")
+    ] = ""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
+    threads: Annotated[int, Meta(ge=0, description="compute threads; 0 takes all cores")] = 0
+    event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
+    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False

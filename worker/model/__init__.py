@@ -1,0 +1,1 @@
+"""The model: one file per layer kind, one per architecture family."""

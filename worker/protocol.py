@@ -1,0 +1,147 @@
+"""Messages to and from a worker. Imports the standard library and msgspec only."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Mode = Literal["decode", "demand", "streamed"]
+"""What a step is: one new token for each sequence, or a prefill chunk with its experts on demand or streamed."""
+
+# Requests -----------------------------------------------------------------------------------------------------------
+
+
+class Load(Struct, frozen=True, tag=True):
+    """Load the model and everything it needs; the copy engine is asked for the expert banks."""
+
+    model: str
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    hf_overrides: str = "{}"
+    slots: int = 0  # 0: auto
+    kv_tokens: int = 0  # 0: auto
+    page_tokens: int = 16  # tokens in a KV page
+    max_step_tokens: int = 4096  # T of the largest step that will be sent
+    demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
+
+
+class Sampling(Struct, frozen=True):
+    """How the next token is drawn. temperature 0 is greedy; top_k 0 is off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+class SequenceStep(Struct, frozen=True):
+    """One sequence's part of a step.
+
+    `pages` are the KV pages that hold positions 0 .. start + len(tokens) - 1, in order; the worker keeps no page
+    table of its own. `sample` is None for a chunk that does not reach the prompt's end.
+    """
+
+    sequence: int
+    tokens: list[int]  # [n] new token ids
+    start: int  # position of tokens[0]
+    pages: list[int]
+    sample: Sampling | None = None
+
+
+class RunStep(Struct, frozen=True, tag=True):
+    """Run one step: T is the sum of all sequences' new tokens."""
+
+    mode: Mode
+    sequences: Annotated[list[SequenceStep], Meta(min_length=1)]
+
+
+class Release(Struct, frozen=True, tag=True):
+    """Forget what is kept for these sequences (recurrent state of families that have one)."""
+
+    sequences: list[int]
+
+
+class Stats(Struct, frozen=True, tag=True):
+    """Ask for the counters."""
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    """End the process after this reply."""
+
+
+Request = Load | RunStep | Release | Stats | Shutdown
+
+# Replies ------------------------------------------------------------------------------------------------------------
+
+
+class LoadProgress(Struct, frozen=True, tag=True):
+    """Not final: bytes of weights read so far in this phase."""
+
+    phase: str
+    done_nbytes: int
+    total_nbytes: int
+
+
+class Loaded(Struct, frozen=True, tag=True):
+    """Facts the scheduler needs, as really allocated."""
+
+    device: str
+    dtype: str
+    vocab_size: int
+    max_position: int
+    moe_layers: int  # L, 0 for a dense model
+    experts: int  # E
+    experts_per_token: int  # K
+    record_nbytes: int
+    slots: int  # S
+    stream_slots: int
+    kv_tokens: int
+    page_tokens: int
+    kv_nbytes: int
+    bank_nbytes: int
+    pool_nbytes: int
+    dense_nbytes: int
+    copy_engine: str  # "process" or "thread"
+    load_s: float
+
+
+class ExpertStats(Struct, frozen=True):
+    """Expert traffic of one mode. hits + misses = lookups; copied_nbytes = misses x record_nbytes."""
+
+    steps: int = 0
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    copied_nbytes: int = 0
+
+
+class StepDone(Struct, frozen=True, tag=True):
+    """`tokens[i]` is the token sampled for sequences[i], -1 where `sample` was None."""
+
+    tokens: list[int]
+    stats: ExpertStats  # of this step alone
+    step_s: float
+
+
+class StatsReply(Struct, frozen=True, tag=True):
+    """Counters since the start, per mode, and what is resident now."""
+
+    decode: ExpertStats
+    demand: ExpertStats
+    streamed: ExpertStats
+    slots: int
+    resident: int
+    dropped_frames: int
+
+
+class Done(Struct, frozen=True, tag=True):
+    """Release or Shutdown went through."""
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The request was not carried out."""
+
+    code: str
+    detail: str
+
+
+Reply = LoadProgress | Loaded | StepDone | StatsReply | Done | Failed
+FINAL = (Loaded, StepDone, StatsReply, Done, Failed)
