@@ -10,11 +10,9 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 AutoOr = Literal["auto"]
 
 
-class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Takes requests from loopback clients and turns them into prefill chunks and decode steps."""
+class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What launch.py and a scheduler started alone have in common."""
 
-    model: Annotated[str, Meta(description="checkpoint directory")]
-    workers: Annotated[str, Meta(description="endpoints of the workers, comma-separated")]
     served_model_name: Annotated[str, Meta(description="name clients see; default the directory's name")] = ""
     hf_overrides: Annotated[str, Meta(description="JSON object merged over config.json")] = "{}"
     dtype: Annotated[Dtype, Meta(description="element type of weights and activations; auto is the checkpoint's")] = (
@@ -43,4 +41,11 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ready_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds without progress after which a start is given up")
     ] = 120.0
+
+
+class SchedulerConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Takes requests from loopback clients and turns them into prefill chunks and decode steps."""
+
+    model: Annotated[str, Meta(description="checkpoint directory")]
+    workers: Annotated[str, Meta(description="endpoints of the workers, comma-separated")]
     parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False
