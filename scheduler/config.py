@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -37,7 +38,7 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
-    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     ready_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds without progress after which a start is given up")
     ] = 120.0

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
 
 
@@ -21,5 +22,5 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
     threads: Annotated[int, Meta(ge=0, description="compute threads; 0 takes all cores")] = 0
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
-    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False

@@ -1,0 +1,106 @@
+"""The parent's side of `lifecycle`: start a child process, hear its events, ask it to stop, end it.
+
+Children are plain `subprocess.Popen` processes watched from threads, because the selector loop of Windows has no
+subprocess support. Everything they report lands in one queue that the parent reads.
+"""
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from copyengine.wire.lifecycle import STOP_GRACE_S, Event, parse_event
+
+
+class Said(Struct, frozen=True):
+    """Child `name` reported `event`."""
+
+    name: str
+    event: Event
+
+
+class Exited(Struct, frozen=True):
+    """Child `name` ended with exit code `code` (negative: by that signal)."""
+
+    name: str
+    code: int
+
+
+class Told(Struct, frozen=True):
+    """The parent itself was told something: the name of a signal."""
+
+    signal: str
+
+
+Notice = Said | Exited | Told
+Notices = queue.SimpleQueue[Notice]
+
+
+class Child:
+    """One running `python -m module` with pipes to its standard input and output."""
+
+    def __init__(self, name: str, module: str, argv: Sequence[str], notices: Notices) -> None:
+        self.name = name
+        self._notices = notices
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._reader = threading.Thread(target=self._read, name=f"{name}-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def drain(self) -> None:
+        """Ask it to finish what runs and take nothing new."""
+        self._tell(b"drain\n")
+
+    def ask_to_stop(self) -> None:
+        """Close its standard input: it stops at once."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.close()
+        except OSError:
+            pass  # it is gone already, with our last line unread
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+        """Ask it to stop, kill it if it has not ended `grace_s` later; its exit code."""
+        self.ask_to_stop()
+        try:
+            code = self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._reader.join(grace_s)
+        return code
+
+    def _tell(self, line: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(line)
+            stdin.flush()
+        except (OSError, ValueError):
+            pass  # it is gone: its Exited is on the way
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            for line in stdout:
+                event = parse_event(line)
+                if event is not None:
+                    self._notices.put(Said(self.name, event))
+        self._notices.put(Exited(self.name, self._process.wait()))
+
