@@ -128,6 +128,7 @@ class RpcClient(Generic[Req, Rep]):
     ) -> None:
         self.endpoint = endpoint
         self.dropped_frames = 0
+        self.lost = asyncio.Event()  # set once the server's connection closed, also while no call is out
         self._peer = peer
         self._codec: Codec[Rep] = Codec(reply_type)
         self._final = final
@@ -200,4 +201,5 @@ class RpcClient(Generic[Req, Rep]):
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
+                self.lost.set()
                 self._fail_all("its connection closed")
