@@ -1,0 +1,170 @@
+"""Reads a checkpoint's weights, each byte once, in the order of the files, converting element types on the way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from io import FileIO
+from itertools import pairwise
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from copyengine.checkpoint.model import DTYPES, Model
+from copyengine.wire.errors import ConfigError
+from kernels.formats import RecordLayout
+
+OnBytes = Callable[[int], None]
+"""Called with the number of bytes just read; from several threads for the experts."""
+
+NUMPY_DTYPE: dict[str, np.dtype[np.generic]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+READER_THREADS = 4
+BATCH_NBYTES = 32 << 20
+"""What one thread reads before it takes up the next piece of work."""
+
+
+class _Piece(Struct, frozen=True):
+    """One contiguous run of file bytes and the bank bytes that it fills."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    bank: int
+    expert: int
+    start: int  # byte in the record
+    stop: int
+    source: str
+
+
+def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """Every tensor but the experts as (canonical name, array of `dtype`), in the order of the files.
+
+    ConfigError if a file is cut short, or holds a value that `dtype` cannot.
+    """
+    entries = sorted(model.dense.items(), key=lambda item: (item[1].path, item[1].offset))
+    with _Files() as files:
+        for name, ref in entries:
+            source = np.empty(ref.shape, NUMPY_DTYPE[DTYPES[ref.dtype]])
+            files.read_into(ref.path, ref.offset, _as_bytes(source))
+            on_bytes(ref.nbytes)
+            yield name, _convert(source, dtype, ref.path, name)
+
+
+def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
+    """Fill `banks[l]` ([E, record_nbytes] uint8) with the experts as `layout` places them; returns the bytes read.
+
+    Straight from the file where its element type is the layout's. ConfigError as for `read_dense`.
+    """
+    batches = list(_batches(_pieces(model, layout)))
+    if not batches:
+        return 0
+    with ThreadPoolExecutor(min(READER_THREADS, len(batches)), "checkpoint-reader") as pool:
+        futures = [pool.submit(_read_batch, batch, layout.format, banks, on_bytes) for batch in batches]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if future.exception() is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+                future.result()
+        return sum(future.result() for future in futures)
+
+
+def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:
+    """The work of read_experts in the order of the files."""
+    pieces: list[_Piece] = []
+    for entry, ref in model.experts:
+        field = layout.field(entry.field)
+        row_nbytes = field.nbytes // field.shape[0]
+        start = field.offset + entry.first_row * row_nbytes
+        stop = start + entry.shape[-2] * row_nbytes
+        experts = range(entry.shape[0]) if entry.expert is None else (entry.expert,)
+        nbytes = ref.nbytes // len(experts)
+        pieces += (
+            _Piece(ref.path, ref.offset + i * nbytes, nbytes, ref.dtype, entry.bank, e, start, stop, entry.source)
+            for i, e in enumerate(experts)
+        )
+    return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
+
+
+def _batches(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+    """`pieces` cut into runs of about BATCH_NBYTES of one file."""
+    cuts = [0]
+    nbytes = 0
+    for i, (left, right) in enumerate(pairwise(pieces)):
+        nbytes += left.nbytes
+        if left.path != right.path or nbytes >= BATCH_NBYTES:
+            cuts.append(i + 1)
+            nbytes = 0
+    for low, high in pairwise([*cuts, len(pieces)]):
+        if low < high:
+            yield pieces[low:high]
+
+
+def _read_batch(batch: Sequence[_Piece], dtype: str, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
+    total = 0
+    with _Files() as files:
+        for piece in batch:
+            record = banks[piece.bank][piece.expert, piece.start : piece.stop]
+            if DTYPES[piece.dtype] == dtype:
+                files.read_into(piece.path, piece.offset, record.data)
+            else:
+                source_dtype = NUMPY_DTYPE[DTYPES[piece.dtype]]
+                source = np.empty(piece.nbytes // source_dtype.itemsize, source_dtype)
+                files.read_into(piece.path, piece.offset, _as_bytes(source))
+                record[:] = _convert(source, dtype, piece.path, piece.source).view(np.uint8)
+            on_bytes(piece.nbytes)
+            total += piece.nbytes
+    return total
+
+
+class _Files:
+    """The file that is being read, kept open until another one is asked for."""
+
+    def __init__(self) -> None:
+        self._file: FileIO | None = None
+        self._path: Path | None = None
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read_into(self, path: Path, offset: int, target: memoryview) -> None:
+        """Fill `target` from byte `offset` on. One read returns 2 GiB at most, so it may take several."""
+        try:
+            if self._file is None or path != self._path:
+                self.__exit__()
+                self._file, self._path = FileIO(path), path
+            self._file.seek(offset)
+            filled = 0
+            while filled < len(target):
+                got = self._file.readinto(target[filled:])
+                if not got:
+                    raise ConfigError(f"{path}: cut short at byte {offset + filled} since it was opened")
+                filled += got
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _as_bytes(array: NDArray[np.generic]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _convert(source: NDArray[np.generic], dtype: str, path: Path, name: str) -> NDArray[np.generic]:
+    """`source` rounded to nearest even as `dtype`. Only float16 is narrower than what the files may hold."""
+    target = NUMPY_DTYPE[dtype]
+    if source.dtype == target:
+        return source
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = source.astype(target)
+    if dtype == "float16" and bool(np.any(np.isinf(result) & np.isfinite(source))):
+        raise ConfigError(f"{path}: tensor {name} holds values beyond float16's range; use --dtype bfloat16 or float32")
+    return result
