@@ -1,0 +1,162 @@
+"""The built-in model: random weights, made on the first start and kept in the user's cache directory.
+
+`python -m copyengine.checkpoint.builtin` makes it if need be and prints its directory.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from safetensors import SafetensorError
+
+from copyengine.checkpoint.random_model import write_random_model
+from copyengine.wire.errors import ConfigError
+
+VERSION = 1
+"""Raised whenever the files that are made change."""
+
+NAME = f"builtin-qwen3-moe-v{VERSION}"
+NEEDED_NBYTES = 115_000_000
+"""Free bytes asked for before building; the files take 106.1 MB."""
+
+STALE_S = 3600.0
+"""A build directory this old was left by a process that died."""
+
+MANIFEST = "manifest.json"
+
+
+class FileDigest(Struct, frozen=True):
+    """What a file of the built-in model must be."""
+
+    nbytes: int
+    sha256: str
+
+
+class Manifest(Struct, frozen=True):
+    """Every file but the manifest itself, by name."""
+
+    files: dict[str, FileDigest]
+
+
+def cache_directory() -> Path:
+    """The platform's cache directory of this program: LOCALAPPDATA, ~/Library/Caches, or XDG_CACHE_HOME or ~/.cache."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "slotstream" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "slotstream"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slotstream"
+
+
+def ensure_builtin(cache_dir: Path | None = None, on_progress: Callable[[int], None] | None = None) -> Path:
+    """The directory of the built-in model, made if it is absent or damaged.
+
+    `on_progress` is called with the bytes of each tensor made. Several processes may call this at once. ConfigError,
+    naming the cache directory, if it cannot be written or the disk is full.
+    """
+    cache = cache_dir or cache_directory()
+    target = cache / NAME
+    if is_intact(target):
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_stale(cache)
+        _check_free(cache)
+        build = Path(tempfile.mkdtemp(prefix=f".{NAME}.", dir=cache))
+        try:
+            write_random_model(build, progress=on_progress)
+            _write_manifest(build)
+            _install(build, target)
+        finally:
+            shutil.rmtree(build, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cache directory {cache}: the built-in model cannot be written ({why}); free {NEEDED_NBYTES // 10**6} MB "
+            f"there, or point {_cache_variable()} at a writable directory, or give --model a checkpoint of your own"
+        ) from None
+    return target
+
+
+def is_intact(directory: Path) -> bool:
+    """Every file of the manifest is there with its size and SHA-256."""
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        sizes_match = "config.json" in manifest.files and all(
+            (directory / n).stat().st_size == d.nbytes for n, d in manifest.files.items()
+        )
+        return sizes_match and all(_sha256(directory / n) == d.sha256 for n, d in manifest.files.items())
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def _install(build: Path, target: Path) -> None:
+    """Rename `build` to `target`. A good model that another process has put there in the meantime is kept."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        try:
+            os.rename(build, target)  # fails where a directory with files stands
+            return
+        except OSError:
+            if is_intact(target):
+                return
+            if not target.exists() or time.monotonic() > deadline:
+                raise
+        _set_aside(target)
+
+
+def _set_aside(target: Path) -> None:
+    """Move a damaged model away; if it turns out to be a good one, installed just now, move it back."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{NAME}.", dir=target.parent))
+    try:
+        os.rename(target, aside / "model")
+        if is_intact(aside / "model"):
+            os.rename(aside / "model", target)
+    except OSError:
+        time.sleep(0.05)  # another process was faster, or still has files of it open (Windows)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_manifest(directory: Path) -> None:
+    files = {p.name: FileDigest(p.stat().st_size, _sha256(p)) for p in sorted(directory.iterdir())}
+    (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=2))
+
+
+def _remove_stale(cache: Path) -> None:
+    for left in cache.glob(f".{NAME}.*"):
+        if time.time() - left.stat().st_mtime > STALE_S:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _check_free(cache: Path) -> None:
+    free = shutil.disk_usage(cache).free
+    if free < NEEDED_NBYTES:
+        raise OSError(f"{free // 10**6} MB are free")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cache_variable() -> str:
+    return "LOCALAPPDATA" if sys.platform == "win32" else "HOME" if sys.platform == "darwin" else "XDG_CACHE_HOME"
+
+
+def main() -> None:
+    """Print the directory of the built-in model."""
+    try:
+        print(ensure_builtin())  # noqa: T201
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
