@@ -1,0 +1,38 @@
+"""Drawing the next token of each row."""
+
+from typing import NamedTuple
+
+import torch
+
+from kernels.sampling import ref
+
+
+class RowSampling(NamedTuple):
+    """How each of B rows is drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: torch.Tensor  # [B] float64
+    top_k: torch.Tensor  # [B] int64
+    top_p: torch.Tensor  # [B] float64
+    seed: torch.Tensor  # [B] int64
+    position: torch.Tensor  # [B] int64, of the token to draw
+
+
+def sample(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """Draws one token per row: temperature, then top_k, then top_p, then one draw by inverse CDF, in float64.
+
+    `logits` is [B, V], floating; returns [B] int64. Greedy rows take the largest logit, ties the lowest id. Equal
+    logits at the edge of top_k or top_p keep the lower ids; top_p keeps the smallest set whose mass reaches it, at
+    least one token. A row's token depends on its logits and its own settings only: the draw is a hash of its seed and
+    position (`ref.uniform`). ValueError for shapes, types or values out of range.
+    """
+    if logits.ndim != 2 or not logits.is_floating_point() or logits.shape[1] < 1:
+        raise ValueError(f"logits must be a floating [B, V] tensor, not {logits.dtype} {tuple(logits.shape)}")
+    for name, values in rows._asdict().items():
+        expected = torch.float64 if name in ("temperature", "top_p") else torch.int64
+        if tuple(values.shape) != (logits.shape[0],) or values.dtype != expected:
+            raise ValueError(f"{name} must be {expected} [{logits.shape[0]}], not {values.dtype} {list(values.shape)}")
+    if not bool((torch.isfinite(rows.temperature) & (rows.temperature >= 0)).all()):
+        raise ValueError("temperature must be finite and not negative")
+    if not bool(((rows.top_p > 0) & (rows.top_p <= 1) & (rows.top_k >= 0)).all()):
+        raise ValueError("top_p must be in (0, 1] and top_k not negative")
+    return ref.sample(logits, rows.temperature, rows.top_k, rows.top_p, ref.uniform(rows.seed, rows.position))

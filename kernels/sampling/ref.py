@@ -1,0 +1,56 @@
+"""Plain torch. Rows are drawn one by one, so that nothing of a row depends on its neighbours."""
+
+import torch
+
+# SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed 64-bit words.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor
+) -> torch.Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    settings = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), uniforms.tolist(), strict=True)
+    for row, (heat, k, p, u) in enumerate(settings):
+        tokens[row] = torch.argmax(logits[row]) if heat == 0 else _draw(logits[row], heat, k, p, u)
+    return tokens
+
+
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[B] float64 in [0, 1): the upper 53 bits of mix(mix(seed + G) + (position + 1) * G), G the golden gamma."""
+    word = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+    return _shift_right(word, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function on int64 words, which wrap."""
+    word = (word ^ _shift_right(word, 30)) * _MIX_1
+    word = (word ^ _shift_right(word, 27)) * _MIX_2
+    return word ^ _shift_right(word, 31)
+
+
+def _shift_right(word: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's >> on int64 drags the sign along."""
+    return (word >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, u: float) -> torch.Tensor:
+    wide = logits.to(torch.float64)
+    scaled = (wide - wide.max()) / temperature  # the largest becomes 0: a tiny temperature cannot overflow
+    if top_k == 0 and top_p == 1.0:
+        return _inverse_cdf(torch.softmax(scaled, dim=0), u)
+    ordered, ids = torch.sort(scaled, descending=True, stable=True)
+    if top_k:
+        ordered = ordered[:top_k]
+    probabilities = torch.softmax(ordered, dim=0)
+    reached = int(torch.searchsorted(probabilities.cumsum(0), top_p))
+    return ids[_inverse_cdf(probabilities[: reached + 1], u)]
+
+
+def _inverse_cdf(probabilities: torch.Tensor, u: float) -> torch.Tensor:
+    """The first index whose cumulative mass exceeds u times the whole."""
+    mass = probabilities.cumsum(0)
+    last_possible = torch.searchsorted(mass, mass[-1])  # u * mass[-1] may round up to mass[-1]
+    return torch.searchsorted(mass, mass[-1] * u, right=True).clamp(max=last_possible)
