@@ -1,1 +1,32 @@
 """The model: one file per layer kind, one per architecture family."""
+
+from collections.abc import Callable
+
+from copyengine.model_spec import ModelSpec
+from copyengine.wire.errors import ConfigError
+from worker.kv import KvCache
+from worker.model.moe import ExpertPool
+from worker.model.qwen3 import build_qwen3
+from worker.model.stack import Decoder, Weights
+
+_FAMILIES: dict[str, Callable[[ModelSpec, Weights, KvCache, ExpertPool | None], Decoder]] = {
+    "Qwen3MoeForCausalLM": build_qwen3,
+    "Qwen3ForCausalLM": build_qwen3,
+}
+
+
+def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertPool | None) -> Decoder:
+    """The model of `spec`, its weights taken out of `weights`; `experts` is None for a dense model.
+
+    ConfigError for an architecture that is not known, and for weights that are missing or left over.
+    """
+    build = _FAMILIES.get(spec.architecture)
+    if build is None:
+        raise ConfigError(f"architecture {spec.architecture!r} is not supported; known: {', '.join(_FAMILIES)}")
+    try:
+        model = build(spec, weights, kv, experts)
+    except KeyError as missing:
+        raise ConfigError(f"weight {missing} of {spec.architecture} was not loaded") from None
+    if weights:
+        raise ConfigError(f"weights that {spec.architecture} has no use for: {', '.join(sorted(weights))}")
+    return model

@@ -1,0 +1,47 @@
+"""KV pages: where keys and values of past tokens lie. Which sequence owns which page is the scheduler's business."""
+
+import torch
+
+from copyengine.model_spec import ModelSpec
+
+
+class KvLayer:
+    """The pages of one attention layer."""
+
+    def __init__(
+        self, num_pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_pages, page_tokens, kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Stores row i of k, v [T, kv_heads, D] in page `pages[i]` at place `offsets[i]` ([T] int64 each)."""
+        self.k[pages, offsets] = k
+        self.v[pages, offsets] = v
+
+
+class KvCache:
+    """The pages of all layers: page p of every layer belongs to the same tokens."""
+
+    def __init__(
+        self, spec: ModelSpec, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if num_pages < 1 or page_tokens < 1:
+            raise ValueError(f"num_pages ({num_pages}) and page_tokens ({page_tokens}) must be at least 1")
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self.layers = [
+            KvLayer(num_pages, page_tokens, layer.attention.kv_heads, layer.attention.head_dim, dtype, device)
+            for layer in spec.layers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages of all layers."""
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+
+
+def kv_token_nbytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes that one token's keys and values take over all layers."""
+    return sum(2 * layer.attention.kv_heads * layer.attention.head_dim * dtype.itemsize for layer in spec.layers)

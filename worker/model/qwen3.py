@@ -1,0 +1,36 @@
+"""Family: Qwen3 and Qwen3-MoE. Pre-norm layers of attention and a dense or routed MLP on one residual of H."""
+
+from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from worker.kv import KvCache
+from worker.model.attention import GqaAttention
+from worker.model.mlp import DenseMlp
+from worker.model.moe import ExpertPool, MoeFfn
+from worker.model.rotary import Rotary
+from worker.model.stack import Block, Decoder, Norm, PreNormResidual, Weights
+
+
+def build_qwen3(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertPool | None) -> Decoder:
+    """The model; takes its tensors out of `weights`. KeyError if one is not there."""
+    embed = weights.pop("embed")
+    blocks: list[Block] = []
+    for index, layer in enumerate(spec.layers):
+        prefix = f"layers.{index}"
+        rotary = Rotary(layer.attention.rope, layer.attention.head_dim, embed.device)
+        attention = GqaAttention(
+            layer.attention, weights, f"{prefix}.attention", kv.layers[index], rotary, spec.norm_eps
+        )
+        blocks.append(PreNormResidual(Norm(weights.pop(f"{prefix}.input_norm"), spec.norm_eps), attention))
+        ffn = _ffn(spec, layer, index, weights, experts)
+        blocks.append(PreNormResidual(Norm(weights.pop(f"{prefix}.ffn_norm"), spec.norm_eps), ffn))
+    head = embed if spec.tie_word_embeddings else weights.pop("head")
+    return Decoder(embed, blocks, Norm(weights.pop("final_norm"), spec.norm_eps), head)
+
+
+def _ffn(spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, experts: ExpertPool | None) -> Block:
+    match layer.ffn:
+        case DenseSpec():
+            return DenseMlp(weights, f"layers.{index}.ffn")
+        case MoeSpec() as moe:
+            if experts is None:
+                raise ValueError(f"layer {index} has experts, but no pool was given")
+            return MoeFfn(moe, weights, f"layers.{index}", spec.moe_layers.index(index), experts)

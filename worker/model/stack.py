@@ -1,0 +1,62 @@
+"""How a model is put together: an embedding, blocks one after the other, a final norm and a head.
+
+A block takes the residual and gives the next one. What a residual is, is between the blocks of a family: the stack
+does not look at it, and a layer may be any number of blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels.norm import rms_norm
+from worker.model.batch import Batch
+
+Weights = dict[str, torch.Tensor]
+"""Dense weights by canonical name. A layer takes what it needs out, so that what is left over shows."""
+
+Block = Callable[[torch.Tensor, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm with its weight [H]."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class PreNormResidual:
+    """x + layer(norm(x)), x being [T, H]."""
+
+    norm: Norm
+    layer: Block
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return x + self.layer(self.norm(x), batch)
+
+
+class Decoder:
+    """A causal language model."""
+
+    def __init__(self, embed: torch.Tensor, blocks: Sequence[Block], norm: Norm, head: torch.Tensor) -> None:
+        self._embed = embed
+        self._blocks = blocks
+        self._norm = norm
+        self._head = head
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """The final hidden states of all rows, normalised: [T, H]."""
+        x = functional.embedding(batch.tokens, self._embed)
+        for block in self._blocks:
+            x = block(x, batch)
+        return self._norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] float32 of rows of hidden states [R, H]."""
+        return functional.linear(hidden, self._head).to(torch.float32)

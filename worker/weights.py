@@ -1,0 +1,37 @@
+"""Dense weights of a checkpoint as torch tensors on the worker's device."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from copyengine.checkpoint.model import Model
+from copyengine.checkpoint.reader import read_dense
+from copyengine.protocol import Dtype
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def load_dense(
+    model: Model, dtype: Dtype, device: torch.device, on_bytes: Callable[[int], None]
+) -> dict[str, torch.Tensor]:
+    """All weights outside the experts, by canonical name, converted to `dtype`; `on_bytes` hears of bytes read.
+
+    Raises ConfigError if a file does not hold what its header says.
+    """
+    return {name: to_tensor(array, device) for name, array in read_dense(model, dtype, on_bytes)}
+
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `array` in memory of torch's own.
+
+    A copy, because numpy aligns to 16 bytes only and MKL's float32 results depend on an operand's alignment: a start
+    of the engine must not differ from the next one in its last bits.
+    """
+    words = np.ascontiguousarray(array).view(np.int16) if array.dtype.name == "bfloat16" else array
+    source = torch.tensor(words)
+    return (source.view(torch.bfloat16) if words is not array else source).to(device)
