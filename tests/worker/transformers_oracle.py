@@ -1,0 +1,167 @@
+"""Witness: transformers' own Qwen3 models on tiny random checkpoints.
+
+A script, run in a process of its own as `python -I transformers_oracle.py DIRECTORY`, because transformers probes for
+a PyPI package called `kernels`, which ours would pass for. For each case it writes DIRECTORY/<case>/ (a checkpoint as
+transformers saves it) and DIRECTORY/<case>.npz; and for each rope case an entry of DIRECTORY/rope.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 37
+NEW_TOKENS = 16
+
+BASE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "norm_topk_prob": True,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "e8_k1": {"num_experts": 8, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "e60_k2_tied": {"num_experts": 60, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    "e128_k8_sharded": {"num_experts": 128, "num_experts_per_tok": 8},
+    "dense_layer_between": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "every_second_layer": {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+    "dense": {"tie_word_embeddings": True},
+    "biases": {"num_experts": 8, "num_experts_per_tok": 2, "attention_bias": True},
+    "yarn": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn_beta": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "mscale": 1.3,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn_attention_factor": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "attention_factor": 0.9,
+        "original_max_position_embeddings": 1024,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def hide_our_packages() -> None:
+    """Drops what an editable install adds to the import system; fails if a `kernels` is still found."""
+    import importlib.util
+
+    root = Path(__file__).resolve().parents[2]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_editable(finder)]
+    sys.path_hooks[:] = [hook for hook in sys.path_hooks if not _is_editable(hook)]
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root]
+    sys.path_importer_cache.clear()
+    if importlib.util.find_spec("kernels") is not None:
+        raise SystemExit("a package called kernels is still importable: transformers would take it for another one")
+
+
+def _is_editable(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("__editable__")
+
+
+def write_case(directory: Path, name: str, overrides: dict[str, Any]) -> None:
+    """Saves the checkpoint and, as fp32, the prompt, its greedy continuation and the logits at every position."""
+    import numpy as np
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(sum(name.encode()) + 1)
+    settings = BASE | overrides
+    model: Any
+    if "num_experts" in settings:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**settings))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "norm" in key:  # initialised to ones, which would hide a norm that is left out or swapped
+                weight.uniform_(0.5, 1.5)
+            if "bias" in key:  # initialised to zeros
+                weight.normal_(std=0.3)
+    model.eval().save_pretrained(directory / name, max_shard_size="300KB" if "sharded" in name else "5GB")
+    ids = torch.randint(0, settings["vocab_size"], (1, PROMPT_TOKENS))
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        logits = model(ids).logits
+    np.savez(directory / f"{name}.npz", ids=ids[0].numpy(), logits=logits[0].numpy())
+
+
+def rope_goldens() -> dict[str, Any]:
+    """Per rope case: its parameters, head_dim, and the inverse frequencies and attention factor of transformers."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+    goldens = {}
+    for name, parameters in ROPES.items():
+        config = Qwen3MoeConfig(**(BASE | {"rope_parameters": dict(parameters), "head_dim": 64}))
+        rotary = Qwen3MoeRotaryEmbedding(config)
+        goldens[name] = {
+            "parameters": parameters,
+            "head_dim": 64,
+            "inverse_frequencies": rotary.inv_freq.tolist(),
+            "attention_factor": float(rotary.attention_scaling),
+        }
+    return goldens
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    hide_our_packages()
+    import torch
+
+    torch.set_num_threads(2)
+    for name, overrides in CASES.items():
+        write_case(directory, name, overrides)
+    (directory / "rope.json").write_text(json.dumps(rope_goldens()))
+
+
+if __name__ == "__main__":
+    main()
