@@ -1,0 +1,173 @@
+"""sample against exact probabilities, brute-force supports and SplitMix64 in Python's integers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.sampling import RowSampling, sample
+from kernels.sampling.ref import uniform
+
+DRAWS = 4000
+
+
+def rows_of(
+    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, position: int = 0
+) -> RowSampling:
+    """`count` rows of the same settings at consecutive positions."""
+    return RowSampling(
+        torch.full((count,), temperature, dtype=torch.float64),
+        torch.full((count,), top_k),
+        torch.full((count,), top_p, dtype=torch.float64),
+        torch.full((count,), seed),
+        torch.arange(position, position + count),
+    )
+
+
+def exact(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The probabilities sampling must have, token by token, from the definition in float64."""
+    weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
+    total = sum(weights[i] for i in order)
+    kept: list[int] = []
+    for i in order:
+        if sum(weights[j] for j in kept) / total >= top_p:
+            break
+        kept.append(i)
+    mass = sum(weights[i] for i in kept)
+    return [weights[i] / mass if i in kept else 0.0 for i in range(len(logits))]
+
+
+LOGITS = [2.0, -1.0, 0.5, 2.0, 1.0, -3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [
+        (1.0, 0, 1.0),
+        (0.5, 0, 1.0),
+        (2.0, 0, 1.0),
+        (1.0, 1, 1.0),
+        (1.0, 3, 1.0),
+        (1.0, 100, 1.0),
+        (1.0, 0, 0.3),
+        (1.0, 0, 0.8),
+        (1.0, 0, 0.999999),
+        (0.7, 4, 0.9),
+        (1.5, 2, 0.01),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1, -5])
+def test_frequencies_are_those_of_the_exact_probabilities(
+    temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    """Chi-square over 4,000 fixed draws; nothing is drawn that has no probability, everything likely is."""
+    expected = np.array(exact(LOGITS, temperature, top_k, top_p))
+    logits = torch.tensor([LOGITS]).repeat(DRAWS, 1)
+    tokens = sample(logits, rows_of(DRAWS, temperature, top_k, top_p, seed))
+    counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    assert not counts[expected == 0].any()
+    assert (counts[expected > 0.005] > 0).all()
+    likely = expected > 0
+    chi_square = ((counts[likely] - DRAWS * expected[likely]) ** 2 / (DRAWS * expected[likely])).sum()
+    freedom = int(likely.sum()) - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom + 1e-9)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.integers(0, 10), st.floats(0.01, 1.0), st.integers(0))
+def test_no_draw_leaves_the_support(values: list[int], top_k: int, top_p: float, seed: int) -> None:
+    """Against the brute-force nucleus, on logits with many ties."""
+    logits = [float(value) for value in values]
+    probabilities = exact(logits, 1.0, top_k, top_p)
+    tokens = sample(torch.tensor([logits]).repeat(20, 1), rows_of(20, 1.0, top_k, top_p, seed % 2**63))
+    assert all(probabilities[token] > 0 for token in tokens.tolist())
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    """Against probabilities that are powers of two, where float64 sums are exact."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).double().log()
+    for top_p, kept in ((0.5, 1), (0.500001, 2), (0.75, 2), (0.875, 3), (0.9, 4), (1e-9, 1)):
+        tokens = sample(logits.repeat(300, 1), rows_of(300, 1.0, 0, top_p))
+        assert set(tokens.tolist()) == set(range(kept)), top_p
+
+
+def test_greedy_takes_the_lowest_id_of_the_largest_logit() -> None:
+    """Against numpy's argmax."""
+    logits = torch.randint(-3, 4, (200, 129), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    tokens = sample(logits, rows_of(200, temperature=0.0))
+    np.testing.assert_array_equal(tokens.numpy(), logits.float().numpy().argmax(axis=1))
+
+
+def test_a_tiny_temperature_is_greedy_and_finite() -> None:
+    """Against the argmax: logits / 1e-300 would overflow."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert sample(logits, rows_of(1, temperature=1e-300)).tolist() == [1]
+
+
+def test_a_row_is_drawn_the_same_whatever_else_is_in_the_batch() -> None:
+    """Against the row drawn alone."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, 50, generator=generator)
+    rows = RowSampling(
+        torch.tensor([0.0, 1.0, 0.7, 1.3, 1.0, 1.0], dtype=torch.float64),
+        torch.tensor([0, 0, 5, 0, 20, 1]),
+        torch.tensor([1.0, 1.0, 0.9, 0.5, 1.0, 1.0], dtype=torch.float64),
+        torch.tensor([3, 3, 4, 5, 6, 7]),
+        torch.tensor([10, 10, 10, 11, 12, 13]),
+    )
+    together = sample(logits, rows)
+    for i in range(6):
+        alone = RowSampling(*(column[i : i + 1] for column in rows))
+        assert sample(logits[i : i + 1], alone).tolist() == together[i : i + 1].tolist()
+
+
+def test_the_draw_is_splitmix64_of_seed_and_position() -> None:
+    """Against the published algorithm in Python's integers."""
+
+    def mix(word: int) -> int:
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
+        return word ^ (word >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    for seed in (0, 1, 2**62, -1, -(2**63)):
+        for position in (0, 1, 127, 2**31):
+            key = mix((seed + golden) % 2**64)
+            expected = (mix((key + (position + 1) * golden) % 2**64) >> 11) / 2**53
+            assert uniform(torch.tensor([seed]), torch.tensor([position])).tolist() == [expected]
+
+
+def test_draws_of_neighbouring_seeds_and_positions_are_uniform() -> None:
+    """Against the uniform distribution: 100 seeds x 100 positions in 20 bins, chi-square; and no two are equal."""
+    seed, position = torch.meshgrid(torch.arange(100), torch.arange(100), indexing="ij")
+    draws = uniform(seed.flatten(), position.flatten())
+    counts = torch.histc(draws, bins=20, min=0, max=1)
+    assert len(set(draws.tolist())) == 10000
+    assert ((counts - 500) ** 2 / 500).sum() < 19 + 5 * math.sqrt(38)
+
+
+def test_no_rows() -> None:
+    """Against the shape."""
+    assert sample(torch.zeros(0, 5), rows_of(0)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (rows_of(2, temperature=-1.0), "temperature"),
+        (rows_of(2, temperature=math.inf), "temperature"),
+        (rows_of(2, temperature=math.nan), "temperature"),
+        (rows_of(2, top_p=0.0), "top_p"),
+        (rows_of(2, top_p=1.1), "top_p"),
+        (rows_of(2, top_k=-1), "top_k"),
+        (rows_of(3), "temperature"),
+        (rows_of(2)._replace(seed=torch.zeros(2)), "seed"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: RowSampling, match: str) -> None:
+    """Against the docstring."""
+    with pytest.raises(ValueError, match=match):
+        sample(torch.zeros(2, 5), settings)
