@@ -1,0 +1,76 @@
+"""The outermost edge of a process: one main coroutine, orders from outside, one exit code."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
+from copyengine.wire.lifecycle import EXIT_CONFIG, StartFailed, announce, watch_parent
+from copyengine.wire.loop import EventLoop, loop_factory
+
+log = logging.getLogger(__name__)
+
+
+class Orders:
+    """What the process was told from outside its event loop. `stop` is set by the parent's end, SIGTERM or SIGINT."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def listen(self, parent_pipe: bool) -> None:
+        """Take orders from now on, from signals and, with `parent_pipe`, from standard input."""
+        signal.signal(signal.SIGTERM, lambda *_: self._give("stop"))
+        if parent_pipe:
+            watch_parent(self._give)
+        else:
+            signal.signal(signal.SIGINT, lambda *_: self._give("stop"))
+
+    def _give(self, order: Literal["drain", "stop"]) -> None:
+        event = self.drain if order == "drain" else self.stop
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending anyway
+            self._loop.call_soon_threadsafe(event.set)
+
+
+def run_process(main: Callable[[Orders], Coroutine[Any, Any, None]], event_loop: EventLoop, parent_pipe: bool) -> int:
+    """Run `main` until it returns or `orders.stop` is set, which cancels it; the exit code.
+
+    A start that is refused (ConfigError) or fails is announced as StartFailed.
+    """
+
+    async def supervise() -> None:
+        orders = Orders()
+        orders.listen(parent_pipe)
+        work = asyncio.create_task(main(orders))
+        stop = asyncio.create_task(orders.stop.wait())
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not work.done():
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            return
+        work.result()
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory(event_loop)) as runner:
+            runner.run(supervise())
+    except SlotstreamError as error:
+        return refuse(error)
+    except Exception as error:
+        log.exception("the process failed")
+        announce(StartFailed("internal", f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def refuse(error: SlotstreamError) -> int:
+    """Tell parent and person why the process does not run; the exit code."""
+    announce(StartFailed(code_of(error), str(error)))
+    sys.stderr.write(f"error: {error}\n")
+    return EXIT_CONFIG if isinstance(error, ConfigError) else 1
