@@ -1,0 +1,67 @@
+"""Tokens to text, one token at a time."""
+
+import re
+from collections.abc import Callable
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """The text of a growing list of tokens, special tokens left out.
+
+    What `push` and `flush` return concatenates to the decoding of all tokens at once. Each push decodes a window from
+    the last two places where the text was whole: the token before decides, for instance, whether a leading space is
+    kept, and earlier ones cannot matter.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._window: list[int] = []
+        self._known = 0  # tokens of the window whose text came out before the window's last whole place
+        self._sent = 0  # characters of the window's text that came out
+
+    def push(self, token: int) -> str:
+        """The text that became certain with `token`."""
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._hidden:
+            return ""
+        self._window.append(token)
+        if _BYTE_TOKEN.fullmatch(name):  # what a run of byte tokens means is certain only at its end
+            return ""
+        text = self._decode(self._window)
+        whole = not text.endswith(_UNFINISHED)
+        out = text[self._sent : len(text) if whole else len(text) - 1]
+        self._sent += len(out)
+        if whole:
+            self._window = self._window[self._known :]
+            self._known = len(self._window)
+            self._sent = len(self._decode(self._window))
+        return out
+
+    def flush(self) -> str:
+        """The rest, after the last token: an unfinished character shows as U+FFFD."""
+        out = self._decode(self._window)[self._sent :]
+        self._sent += len(out)
+        return out
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+class NoText:
+    """Stands in where the model has no tokenizer: tokens have no text."""
+
+    def push(self, token: int) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
+DetokenizerFactory = Callable[[], Detokenizer | NoText]
