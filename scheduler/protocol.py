@@ -19,14 +19,15 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 
     temperature 0 is greedy; top_k 0 is off; seed None draws a fresh one for the request. The answer ends at an
     end-of-sequence token (unless `ignore_eos`), at a token of `stop_token_ids`, before the first match of a string
-    of `stop`, or after `max_tokens` new tokens.
+    of `stop`, or after `max_tokens` new tokens; None is 256 or what the prompt leaves of the model's length, whichever
+    is less. The token that ends an answer counts as a new token and is sent, but its text is not.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    max_tokens: int = 256
+    max_tokens: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -39,7 +40,9 @@ class Generate(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     token_ids: list[int] | None = None
     messages: list[Message] | None = None
     sampling: Sampling = Sampling()
-    request_id: Annotated[str, Meta(max_length=128)] = ""  # chosen by the client for Abort; "" lets the scheduler choose
+    request_id: Annotated[str, Meta(max_length=128)] = (
+        ""  # chosen by the client for Abort; "" lets the scheduler choose
+    )
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -69,14 +72,24 @@ class Accepted(Struct, frozen=True, tag=True):
 
 
 class Tokens(Struct, frozen=True, tag=True):
-    """Not final: new tokens. `text` holds whole characters only and may be empty; the pieces concatenate to the answer."""
+    """Not final: new tokens, in the order they were drawn.
+
+    `text` holds whole characters only; the pieces concatenate to the answer. Text that may turn out to begin a stop
+    string or an unfinished character comes later than its token, so either may be empty. Both are empty when a reply
+    only says that the request still waits.
+    """
 
     text: str
     token_ids: list[int]
 
 
 class Usage(Struct, frozen=True):
-    """What the request took. `cached_tokens` are prompt tokens whose KV was already there."""
+    """What the request took.
+
+    `cached_tokens` are prompt tokens whose KV was already there. Chunks count every prefill step that the request took
+    part in. Expert figures are over prefill and decode; a step shared by several requests is split among them by their
+    tokens in it, so that the figures of all requests add up to those in Stats.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -89,7 +102,8 @@ class Usage(Struct, frozen=True):
 
 
 class Timing(Struct, frozen=True):
-    """Seconds. `ttft_s` from arrival to the first token; `tpot_s` the mean gap between the later tokens, 0 for one."""
+    """Seconds. `queued_s` from arrival to the first chunk, `ttft_s` from arrival to the first token, `total_s` from
+    arrival to the end; `tpot_s` the mean gap between the later tokens. 0 for what did not happen."""
 
     queued_s: float
     ttft_s: float
@@ -148,8 +162,8 @@ class Done(Struct, frozen=True, tag=True):
 class Failed(Struct, frozen=True, tag=True):
     """The request ended with an error.
 
-    Codes: invalid_request, context_length_exceeded, queue_full, not_ready, draining, worker_failed, client_too_slow,
-    internal.
+    Codes: wire (malformed or unknown fields), invalid_request, duplicate_request, no_tokenizer (only token_ids can be
+    served), no_chat_template, context_length_exceeded, queue_full, not_ready, draining, worker_failed, internal.
     """
 
     code: str

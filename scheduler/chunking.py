@@ -1,0 +1,34 @@
+"""How prompts are cut into prefill chunks, and whether a chunk's experts are fetched on demand or streamed. Pure."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+PrefillMode = Literal["demand", "streamed"]
+
+
+def prefill_mode(tokens: int, demand_tokens: int) -> PrefillMode:
+    """The mode of a step of `tokens` tokens, all sequences together: demand up to and including `demand_tokens`."""
+    return "demand" if tokens <= demand_tokens else "streamed"
+
+
+def cut_chunks(pending: Sequence[int], demand_tokens: int, chunk_tokens: int) -> list[int]:
+    """Tokens that the next prefill step takes of each of the first requests.
+
+    `pending` are the prompt tokens left of each request, first come first, all at least 1. The first request takes as
+    much as a chunk may have. Requests behind it join, in order, as long as all they have left fits: into the demand
+    threshold when the first one's chunk is a demand chunk (so that its mode does not change by company), else into
+    the chunk. The first that does not fit ends the step; nobody overtakes.
+    """
+    if not pending:
+        return []
+    first = min(pending[0], chunk_tokens)
+    limit = chunk_tokens
+    if prefill_mode(first, demand_tokens) == "demand":
+        limit = min(demand_tokens, chunk_tokens)
+    chunks, total = [first], first
+    for left in pending[1:]:
+        if total + left > limit:
+            break
+        chunks.append(left)
+        total += left
+    return chunks
