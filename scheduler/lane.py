@@ -1,0 +1,118 @@
+"""One worker and its requests: runs the steps that the core plans, and hands out what they yield."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from copyengine.wire.errors import PeerDied, SlotstreamError
+from scheduler.core import Core
+from scheduler.protocol import Failed, Finished, Tokens
+from scheduler.request import Request
+from worker.client import WorkerClient
+from worker.protocol import Failed as StepFailed
+from worker.protocol import RunStep, StepDone
+
+STEP_DEADLINE_S = 600.0
+"""Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes."""
+
+Outbox = asyncio.Queue[Tokens | Finished | Failed]
+log = logging.getLogger(__name__)
+
+
+class Lane:
+    """Everything about one worker. `run` is its loop; the other methods are called from other tasks of that loop."""
+
+    def __init__(self, worker: WorkerClient, core: Core) -> None:
+        self.core = core
+        self.death = ""  # why the worker can serve no more
+        self._worker = worker
+        self._outboxes: dict[int, Outbox] = {}
+        self._work = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return not self.death
+
+    def submit(self, request: Request, outbox: Outbox) -> None:
+        """Queue `request`; `outbox` gets its replies, the final one last."""
+        self._outboxes[request.sequence] = outbox
+        self.core.submit(request)
+        self._work.set()
+
+    def abort(self, request: Request) -> bool:
+        """End `request` without another reply; False if it has ended already."""
+        if self._outboxes.pop(request.sequence, None) is None:
+            return False
+        self.core.abort(request)
+        self._work.set()
+        return True
+
+    async def run(self) -> None:
+        """Step until the worker dies or the task is cancelled; either way no request is left without a final reply."""
+        why = "the engine is stopping"
+        try:
+            while await self._has_work():
+                step = self.core.plan(time.monotonic())
+                if step:
+                    await self._step(step)
+                if ended := self.core.take_ended():
+                    await self._worker.release(ended)
+            why = "the worker is gone: its connection closed"
+        except SlotstreamError as error:
+            why = str(error)
+        except Exception as error:
+            log.exception("the core loop failed")
+            why = f"the core loop failed: {type(error).__name__}: {error}"
+        finally:
+            self.death = why
+            self._fail(self.core.fail_all(), why)
+
+    async def _has_work(self) -> bool:
+        """Waits for something to do; False once the worker is gone."""
+        if not self.core.running:
+            self._work.clear()
+            waits = [asyncio.create_task(event.wait()) for event in (self._work, self._worker.lost)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return not self._worker.lost.is_set()
+
+    async def _step(self, step: RunStep) -> None:
+        match await self._worker.run_step(step, STEP_DEADLINE_S):
+            case StepDone() as done:
+                for reply in self.core.apply(done, time.monotonic()):
+                    self._deliver(reply.request, reply.message)
+            case StepFailed(code="peer_died", detail=detail):
+                raise PeerDied(f"the worker cannot go on: {detail}")
+            case StepFailed(code=code, detail=detail):
+                log.warning("a %s step failed: %s: %s", step.mode, code, detail)
+                self._fail(self.core.fail_step(), detail)
+
+    def _fail(self, requests: list[Request], why: str) -> None:
+        for request in requests:
+            self._deliver(request, Failed("worker_failed", why))
+
+    def _deliver(self, request: Request, message: Tokens | Finished | Failed) -> None:
+        outbox = self._outboxes.get(request.sequence)
+        if outbox is None:
+            return
+        outbox.put_nowait(message)
+        if not isinstance(message, Tokens):
+            del self._outboxes[request.sequence]
+
+
+@contextlib.asynccontextmanager
+async def running(lanes: list[Lane]) -> AsyncIterator[None]:
+    """The lanes' loops run inside."""
+    tasks = [asyncio.create_task(lane.run()) for lane in lanes]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,209 @@
+"""The scheduler's socket side: takes requests, hands them to lanes, sends what comes back."""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+
+import zmq.asyncio
+
+from copyengine.wire.errors import RequestRefused
+from copyengine.wire.rpc import Call, RpcServer
+from scheduler import protocol
+from scheduler.core import total
+from scheduler.lane import Lane
+from scheduler.policy import least_loaded
+from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats
+from scheduler.request import Ending, Request
+from scheduler.ticket import Service, Tally, Ticket
+from scheduler.validate import SEEDS, check_generate, check_prompt
+from worker.protocol import Sampling as StepSampling
+
+STOP_NOTICE_S = 0.5
+"""Seconds that requests have to receive their last reply when the process stops."""
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerServer:
+    """Serves protocol.Request. Refuses Generate with "not_ready" until `open` is called."""
+
+    def __init__(self, context: zmq.asyncio.Context, model: str) -> None:
+        self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
+            context, protocol.Request, self._handle, Failed
+        )
+        self._model = model
+        self._service: Service | None = None
+        self._draining = False
+        self._sequences = itertools.count(1)
+        self._tickets: dict[tuple[bytes, str], Ticket] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tally = Tally()
+
+    def bind(self, endpoint: str) -> str:
+        """Bind; the endpoint really bound. ConfigError if it is taken."""
+        return self._rpc.bind(endpoint)
+
+    async def serve(self) -> None:
+        """Take requests until cancelled."""
+        await self._rpc.serve()
+
+    def open(self, service: Service) -> None:
+        """Requests are accepted from now on."""
+        self._service = service
+
+    async def drain(self) -> None:
+        """Refuse new requests; returns when every accepted one has its final reply."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """End what is being served with a final reply, and close the socket."""
+        self._draining = True
+        for ticket in self._tickets.values():
+            ticket.outbox.put_nowait(Failed("draining", "the engine is stopping"))
+        try:
+            async with asyncio.timeout(STOP_NOTICE_S):
+                await self._idle.wait()
+        except TimeoutError:
+            log.debug("%d requests were still being served", len(self._tickets))
+        await self._rpc.close()
+
+    async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
+        match call.request:
+            case Generate() as generate:
+                return await self._generate(call, generate)
+            case Abort(request_id=request_id):
+                self._abort(self._tickets.get((call.peer, request_id)))
+                return Done()
+            case Health():
+                return self._health()
+            case Stats():
+                return self._stats()
+
+    async def _generate(self, call: Call[protocol.Request, protocol.Reply], generate: Generate) -> Finished | Failed:
+        service = self._accepting()
+        request_id = generate.request_id or secrets.token_hex(8)
+        key = (call.peer, request_id)
+        if key in self._tickets:
+            raise RequestRefused("duplicate_request", f"request_id {request_id!r} of this client is still being served")
+        ticket = self._tickets[key] = Ticket()
+        self._idle.clear()
+        try:
+            request = await self._prepare(service, ticket, generate)
+            self._submit(service, ticket, request)
+            await call.progress(Accepted(request_id=request_id, prompt_tokens=request.prompt_tokens))
+            return await self._relay(call, ticket)
+        finally:
+            self._abort(ticket)
+            del self._tickets[key]
+            if not self._tickets:
+                self._idle.set()
+
+    async def _prepare(self, service: Service, ticket: Ticket, generate: Generate) -> Request:
+        """The checked request. Tokenising runs in a thread: a long prompt must not delay the others' tokens."""
+        check_generate(generate, service.text.has_text)
+        prompt = generate.token_ids
+        if prompt is None:
+            prompt = await asyncio.to_thread(service.text.encode, generate)
+        sampling = generate.sampling
+        max_tokens = check_prompt(prompt, service.vocab_size, sampling, service.max_model_len)
+        ending_tokens = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ending_tokens |= service.text.eos_token_ids
+        seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed
+        return Request(
+            sequence=next(self._sequences),
+            prompt=prompt,
+            sampling=StepSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed),
+            ending=Ending(max_tokens, ending_tokens, tuple(sampling.stop)),
+            detokenizer=service.text.detokenizer(),
+            arrived_s=ticket.arrived_s,
+        )
+
+    def _submit(self, service: Service, ticket: Ticket, request: Request) -> None:
+        """Hand the request to the least loaded worker. RequestRefused if none lives or too many wait already."""
+        lanes = self._alive(service)
+        lane = lanes[least_loaded([lane.core.load for lane in lanes])]
+        waiting = sum(lane.core.waiting for lane in service.lanes)
+        if waiting >= service.max_queued and lane.core.would_wait(request):
+            raise RequestRefused("queue_full", f"{waiting} requests wait already (--max-queued-requests)")
+        ticket.request = request
+        self._tally.prompt_tokens += request.prompt_tokens
+        if ticket.aborted:
+            self._count_abort(ticket, request)
+            return
+        ticket.lane = lane
+        lane.submit(request, ticket.outbox)
+
+    async def _relay(self, call: Call[protocol.Request, protocol.Reply], ticket: Ticket) -> Finished | Failed:
+        """Send what the lane yields until the final reply. PeerDied if the client is gone."""
+        while True:
+            tokens, final = await ticket.next_replies()
+            self._tally.generated_tokens += len(tokens.token_ids)
+            if tokens.text or tokens.token_ids or final is None:
+                await call.progress(tokens)
+            match final:
+                case Finished(reason=reason):
+                    self._tally.finished += reason != "abort"
+                    return final
+                case Failed():
+                    self._tally.failed += 1
+                    return final
+
+    def _abort(self, ticket: Ticket | None) -> None:
+        """End a request wherever it is. No-op if it has ended."""
+        if ticket is None:
+            return
+        ticket.aborted = True
+        if ticket.lane and ticket.request and ticket.lane.abort(ticket.request):
+            self._count_abort(ticket, ticket.request)
+
+    def _count_abort(self, ticket: Ticket, request: Request) -> None:
+        self._tally.aborted += 1
+        ticket.outbox.put_nowait(request.finished("abort", time.monotonic()))
+
+    def _accepting(self) -> Service:
+        if self._draining:
+            raise RequestRefused("draining", "the engine finishes what runs and takes nothing new")
+        if self._service is None:
+            raise RequestRefused("not_ready", "the model is still loading")
+        self._alive(self._service)
+        return self._service
+
+    def _alive(self, service: Service) -> list[Lane]:
+        lanes = [lane for lane in service.lanes if lane.alive]
+        if not lanes:
+            raise RequestRefused("worker_failed", f"no worker lives: {service.lanes[0].death}")
+        return lanes
+
+    def _health(self) -> HealthReply:
+        service = self._service
+        if service is not None and not any(lane.alive for lane in service.lanes):
+            return HealthReply(ready=False, phase="dead", model=self._model)
+        if self._draining:
+            return HealthReply(ready=False, phase="draining", model=self._model)
+        if service is None:
+            return HealthReply(ready=False, phase="loading", model=self._model)
+        return HealthReply(ready=True, phase="ready", model=self._model)
+
+    def _stats(self) -> protocol.StatsReply:
+        cores = [lane.core for lane in self._service.lanes] if self._service else []
+        tally = self._tally
+        return protocol.StatsReply(
+            waiting=sum(core.waiting for core in cores),
+            running=sum(core.running for core in cores),
+            finished=tally.finished,
+            failed=tally.failed,
+            aborted=tally.aborted,
+            prompt_tokens=tally.prompt_tokens,
+            generated_tokens=tally.generated_tokens,
+            kv_pages_free=sum(core.pages.free for core in cores),
+            kv_pages_total=sum(core.pages.total for core in cores),
+            decode=total([core.counters["decode"] for core in cores]),
+            demand=total([core.counters["demand"] for core in cores]),
+            streamed=total([core.counters["streamed"] for core in cores]),
+            dropped_frames=self._rpc.dropped_frames,
+        )

@@ -1,0 +1,166 @@
+"""From settings to a serving scheduler: connect the workers, have them load, derive what one request may take."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq.asyncio
+
+from copyengine.wire.errors import ConfigError
+from copyengine.wire.lifecycle import Progress
+from copyengine.wire.loop import resolve
+from scheduler.config import SchedulerConfig
+from scheduler.core import Core, CoreLimits
+from scheduler.lane import Lane
+from scheduler.ticket import Service
+from scheduler.tokenize import load_text_codec
+from worker.client import WorkerClient
+from worker.protocol import Load, Loaded, LoadProgress
+
+log = logging.getLogger(__name__)
+
+
+def listen_endpoint(config: SchedulerConfig) -> str:
+    """Where to listen. ConfigError unless the host is an IPv4 loopback address."""
+    host = "127.0.0.1" if config.host == "localhost" else config.host
+    try:
+        loopback = ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"--host {config.host}: must be a loopback address such as 127.0.0.1; there is no access control, "
+            "so reach it from elsewhere through an SSH tunnel"
+        )
+    return f"tcp://{host}:{config.port}"
+
+
+def model_name(config: SchedulerConfig) -> str:
+    """The name clients see."""
+    return config.served_model_name or Path(config.model).resolve().name
+
+
+def load_request(config: SchedulerConfig) -> Load:
+    """What every worker is asked to load."""
+    return Load(
+        model=str(Path(config.model).resolve()),
+        dtype=config.dtype,
+        hf_overrides=config.hf_overrides,
+        slots=0 if config.slots == "auto" else config.slots,
+        kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
+        max_step_tokens=max(config.chunked_prefill_size, config.max_running_requests),
+        demand_prefill=config.demand_tokens > 0,
+    )
+
+
+async def load_workers(
+    context: zmq.asyncio.Context, config: SchedulerConfig, on_progress: Callable[[Progress], None]
+) -> tuple[list[WorkerClient], list[Loaded]]:
+    """Connected workers that have all loaded the model. Raises what the first worker that cannot says."""
+    endpoints = [endpoint.strip() for endpoint in config.workers.split(",") if endpoint.strip()]
+    if not endpoints:
+        raise ConfigError("--workers: needs at least one endpoint such as tcp://127.0.0.1:5801")
+
+    def relay(progress: LoadProgress) -> None:
+        on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes))
+
+    workers = [WorkerClient(context, endpoint) for endpoint in endpoints]
+    try:
+        loads = [worker.load(load_request(config), config.ready_timeout_s, relay) for worker in workers]
+        return workers, await asyncio.gather(*loads)
+    except BaseException:
+        await close_all(workers)
+        raise
+
+
+async def close_all(workers: list[WorkerClient]) -> None:
+    """Close the connections; the workers go on."""
+    for worker in workers:
+        await worker.close()
+
+
+def max_model_len(config: SchedulerConfig, loaded: list[Loaded]) -> int:
+    """Prompt and answer tokens of one request. ConfigError if more are asked for than the model or the KV holds."""
+    positions = min(facts.max_position for facts in loaded)
+    kv_tokens = min(facts.kv_tokens for facts in loaded)
+    asked = config.max_model_len
+    if asked > positions:
+        raise ConfigError(f"--max-model-len {asked}: the model has {positions} positions")
+    if asked > kv_tokens:
+        raise ConfigError(
+            f"--max-model-len {asked}: the KV pages hold {kv_tokens} tokens; raise --kv-tokens or lower --max-model-len"
+        )
+    return asked or min(positions, kv_tokens)
+
+
+def demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
+    """The demand threshold in force: 0 for a dense model, which has no experts to fetch."""
+    if loaded.moe_layers == 0 and config.demand_tokens > 0:
+        log.info("a dense model has no experts: --demand-tokens is 0")
+        return 0
+    return config.demand_tokens
+
+
+def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: list[Loaded]) -> Service:
+    """Everything the server needs. ConfigError if the model's text files or --max-model-len are no good."""
+    lanes = []
+    for worker, facts in zip(workers, loaded, strict=True):
+        limits = CoreLimits(
+            pages=facts.kv_tokens // facts.page_tokens,
+            page_tokens=facts.page_tokens,
+            max_running=config.max_running_requests,
+            demand_tokens=demand_tokens(config, facts),
+            chunk_tokens=config.chunked_prefill_size,
+        )
+        lanes.append(Lane(worker, Core(limits)))
+    return Service(
+        text=load_text_codec(Path(config.model), read_config(config)),
+        vocab_size=min(facts.vocab_size for facts in loaded),
+        max_model_len=max_model_len(config, loaded),
+        max_queued=config.max_queued_requests,
+        lanes=lanes,
+    )
+
+
+def read_config(config: SchedulerConfig) -> dict[str, object]:
+    """config.json with --hf-overrides merged over it; the workers have checked both already."""
+    try:
+        written = json.loads((Path(config.model) / "config.json").read_text("utf-8"))
+        return {**written, **json.loads(config.hf_overrides)}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{config.model}/config.json: cannot be read: {error}") from None
+
+
+def ready_facts(
+    config: SchedulerConfig, endpoint: str, service: Service, loaded: list[Loaded]
+) -> dict[str, str | int | float | bool]:
+    """What the Ready event says; sizes are per worker, as really allocated."""
+    first = loaded[0]
+    return {
+        "endpoint": endpoint,
+        "model": model_name(config),
+        "workers": len(loaded),
+        "device": first.device,
+        "dtype": first.dtype,
+        "moe_layers": first.moe_layers,
+        "experts": first.experts,
+        "experts_per_token": first.experts_per_token,
+        "record_nbytes": first.record_nbytes,
+        "slots": first.slots,
+        "stream_slots": first.stream_slots,
+        "bank_nbytes": first.bank_nbytes,
+        "pool_nbytes": first.pool_nbytes,
+        "dense_nbytes": first.dense_nbytes,
+        "kv_tokens": first.kv_tokens,
+        "kv_nbytes": first.kv_nbytes,
+        "max_model_len": service.max_model_len,
+        "demand_tokens": demand_tokens(config, first),
+        "chunked_prefill_size": config.chunked_prefill_size,
+        "copy_engine": first.copy_engine,
+        "event_loop": resolve(config.event_loop),
+        "text": service.text.has_text,
+        "load_s": max(facts.load_s for facts in loaded),
+    }
