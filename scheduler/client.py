@@ -1,0 +1,200 @@
+"""The client library: ask a running engine for answers.
+
+```python
+async with Client() as client:
+    answer = client.generate(prompt="Once upon a time", sampling=Sampling(max_tokens=32))
+    async for piece in answer:
+        print(piece.text, end="", flush=True)
+    print(answer.finished.usage)
+```
+`python -m scheduler.client` is the command line over it (client_cli.py).
+"""
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import NoReturn, Self
+
+import zmq.asyncio
+
+from copyengine.wire.errors import PeerError, RequestRefused, WireError
+from copyengine.wire.rpc import RpcClient
+from scheduler.protocol import (
+    FINAL,
+    Abort,
+    Accepted,
+    Done,
+    Failed,
+    Finished,
+    Generate,
+    Health,
+    HealthReply,
+    Message,
+    Reply,
+    Request,
+    Sampling,
+    Stats,
+    StatsReply,
+    Tokens,
+)
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
+ANSWER_S = 5.0
+"""Seconds within which the scheduler answers what needs no model."""
+
+SILENCE_S = 30.0
+"""Seconds without any reply after which an answer is given up; the scheduler reports a waiting request more often."""
+
+
+class Answer:
+    """One answer, asked for when it is first iterated. Iterate it once.
+
+    Leaving the loop early, for whatever reason, aborts the request. After the loop `finished` has the figures.
+    Iterating raises RequestRefused if the engine refuses or fails the request, PeerDied or PeerTimeout if it is gone.
+    """
+
+    def __init__(self, client: "Client", request: Generate) -> None:
+        self.request_id = request.request_id
+        self.accepted: Accepted | None = None
+        self.finished: Finished | None = None
+        self._client = client
+        self._request = request
+        self._iterated = False
+
+    async def __aiter__(self) -> AsyncGenerator[Tokens, None]:
+        """The pieces of the answer, as they come."""
+        if self._iterated:
+            raise RuntimeError("an answer can be iterated once")
+        self._iterated = True
+        over = False
+        try:
+            async with contextlib.aclosing(self._client._stream(self._request)) as replies:
+                async for reply in replies:
+                    match reply:
+                        case Accepted():
+                            self.accepted = reply
+                        case Tokens(text="", token_ids=[]):
+                            pass  # it still waits
+                        case Tokens():
+                            yield reply
+                        case Finished():
+                            over = True
+                            self.finished = reply
+                        case other:
+                            over = True
+                            _refuse(other)
+        finally:
+            if not over:
+                self._client._abort_soon(self.request_id)
+
+    async def text(self) -> str:
+        """The whole answer at once."""
+        return "".join([piece.text async for piece in self])
+
+
+class Client:
+    """A connection to one engine. Use it as an async context manager, on one event loop."""
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT) -> None:
+        self.endpoint = endpoint
+        self._context: zmq.asyncio.Context | None = None
+        self._rpc: RpcClient[Request, Reply] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._rpc = RpcClient(self._context, self.endpoint, Reply, FINAL, "engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.settle()
+        assert self._rpc and self._context
+        await self._rpc.close()
+        self._context.term()
+        self._rpc = None
+
+    def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[Message] | None = None,
+        sampling: Sampling | None = None,
+        request_id: str = "",
+    ) -> Answer:
+        """An answer to exactly one of a text, token ids or a chat."""
+        request = Generate(
+            prompt=prompt,
+            token_ids=None if token_ids is None else list(token_ids),
+            messages=None if messages is None else list(messages),
+            sampling=sampling or Sampling(),
+            request_id=request_id or secrets.token_hex(8),
+        )
+        return Answer(self, request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of this client's; its answer finishes with reason "abort". No-op if it has ended."""
+        match await self._connection().call(Abort(request_id), ANSWER_S):
+            case Done():
+                return
+            case other:
+                _refuse(other)
+
+    async def health(self, deadline_s: float = ANSWER_S) -> HealthReply:
+        """Whether the engine takes requests. PeerTimeout if nothing answers at the endpoint."""
+        match await self._connection().call(Health(), deadline_s):
+            case HealthReply() as health:
+                return health
+            case other:
+                _refuse(other)
+
+    async def stats(self) -> StatsReply:
+        """The engine's counters."""
+        match await self._connection().call(Stats(), ANSWER_S):
+            case StatsReply() as stats:
+                return stats
+            case other:
+                _refuse(other)
+
+    async def settle(self) -> None:
+        """Wait until the aborts of answers left early are through."""
+        while self._aborts:
+            await asyncio.wait(self._aborts)
+
+    def _connection(self) -> RpcClient[Request, Reply]:
+        if self._rpc is None:
+            raise RuntimeError("use the client inside `async with Client() as client:`")
+        return self._rpc
+
+    def _stream(self, request: Generate) -> AsyncGenerator[Reply, None]:
+        return self._connection().stream(request, SILENCE_S)
+
+    def _abort_soon(self, request_id: str) -> None:
+        """Not awaited: the iterator that was left may be in the middle of a cancellation or of garbage collection."""
+        if self._rpc is not None:
+            task = asyncio.get_running_loop().create_task(self._abort_quietly(request_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        with contextlib.suppress(PeerError):  # an engine that is gone has no request to abort
+            await self.abort(request_id)
+
+
+def _refuse(reply: Reply) -> NoReturn:
+    match reply:
+        case Failed(code=code, detail=detail):
+            raise RequestRefused(code, detail)
+        case other:
+            raise WireError(f"the engine answered with {type(other).__name__}")
+
+
+if __name__ == "__main__":
+    from scheduler.client_cli import main
+
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""`python -m scheduler.client`: one answer, or a small chat, on the terminal."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import msgspec
+
+from copyengine.wire.errors import PeerDied, PeerTimeout, SlotstreamError
+from copyengine.wire.loop import loop_factory
+from scheduler.client import DEFAULT_ENDPOINT, Answer, Client
+from scheduler.protocol import Finished, Message, Sampling
+
+PROBE_S = 3.0
+"""Seconds within which a running engine says that it is there."""
+
+INTERRUPTED = 130
+
+
+class NotServing(SlotstreamError):
+    """There is no engine at the endpoint, or it takes no requests."""
+
+
+class Screen:
+    """Writes one answer after the other, as text or as one JSON object per event."""
+
+    def __init__(self, out: TextIO, as_json: bool) -> None:
+        self._out = out
+        self._json = as_json
+
+    async def show(self, answer: Answer) -> str:
+        """Stream the answer and end with its figures; its text."""
+        text = ""
+        async for piece in answer:
+            text += piece.text
+            self._write(msgspec.json.encode(piece).decode() + "\n" if self._json else piece.text)
+        if answer.finished:
+            self._write(self._ending(answer.finished))
+        return text
+
+    def _ending(self, finished: Finished) -> str:
+        return msgspec.json.encode(finished).decode() + "\n" if self._json else f"\n{figures(finished)}\n"
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+def figures(finished: Finished) -> str:
+    """The figures of one answer in one line."""
+    usage, timing = finished.usage, finished.timing
+    return (
+        f"[{finished.reason}] {usage.prompt_tokens} prompt + {usage.new_tokens} new tokens, "
+        f"{usage.cached_tokens} cached; "
+        f"TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s * 1e3:.1f} ms; "
+        f"chunks: {usage.demand_chunks} demand, {usage.streamed_chunks} streamed; "
+        f"experts: {usage.expert_hits} hit, {usage.expert_misses} missed, {usage.copied_nbytes} bytes copied"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(
+        prog="python -m scheduler.client",
+        description="Ask a running engine. Without a prompt: a chat on a terminal, else the prompt is standard input.",
+        allow_abbrev=False,
+    )
+    defaults = Sampling()
+    flags.add_argument("prompt", nargs="?", help="text to continue")
+    flags.add_argument("--endpoint", default=DEFAULT_ENDPOINT, help="where the engine listens (default %(default)s)")
+    flags.add_argument("--max-tokens", type=int, help="new tokens at most (default: 256, or what fits if that is less)")
+    flags.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default)")
+    flags.add_argument(
+        "--top-p", type=float, default=defaults.top_p, help="nucleus sampling (default %(default)s: off)"
+    )
+    flags.add_argument("--top-k", type=int, default=defaults.top_k, help="draw among the k likeliest (default 0: off)")
+    flags.add_argument("--seed", type=int, help="makes a drawn answer repeatable")
+    flags.add_argument("--stop", action="append", default=[], help="end before this text; may be given several times")
+    flags.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    flags.add_argument("--json", action="store_true", help="print one JSON object per event")
+    flags.add_argument(
+        "--event-loop", choices=["auto", "uvloop", "selector"], default="auto", help="asyncio event loop"
+    )
+    return flags
+
+
+def sampling_of(stated: argparse.Namespace) -> Sampling:
+    """The sampling that the flags state."""
+    fields: dict[str, Any] = {name: getattr(stated, name, None) for name in Sampling.__struct_fields__}
+    fields["stop_token_ids"] = []
+    return Sampling(**fields)
+
+
+class Session:
+    """One client and the event loop it lives on, which runs only while something is asked."""
+
+    def __init__(self, runner: asyncio.Runner, endpoint: str, screen: Screen, sampling: Sampling) -> None:
+        self._runner = runner
+        self._client = Client(endpoint)
+        self._screen = screen
+        self._sampling = sampling
+
+    def open(self) -> None:
+        """Connect. NotServing if there is no engine that takes requests."""
+        self._runner.run(self._open())
+
+    def close(self) -> None:
+        """Abort what still runs and disconnect."""
+        self._runner.run(self._client.__aexit__(None, None, None))
+
+    def answer(self, prompt: str) -> None:
+        """Answer a plain prompt."""
+        self._runner.run(self._screen.show(self._client.generate(prompt=prompt, sampling=self._sampling)))
+
+    def chat(self) -> None:
+        """Read turns until /exit or the end of input. Ctrl-C ends the answer, not the chat."""
+        messages: list[Message] = []
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                sys.stdout.write("\n")
+                continue
+            if line == "/exit":
+                return
+            if line:
+                messages.append(Message("user", line))
+                self._take_turn(messages)
+
+    def _take_turn(self, messages: list[Message]) -> None:
+        """Answer the last message; a turn that fails or is interrupted is forgotten."""
+        try:
+            answer = self._client.generate(messages=messages, sampling=self._sampling)
+            messages.append(Message("assistant", self._runner.run(self._screen.show(answer))))
+        except KeyboardInterrupt:
+            sys.stdout.write("\n[interrupted]\n")
+            self._runner.run(self._client.settle())
+            messages.pop()
+        except (PeerDied, PeerTimeout):
+            raise
+        except SlotstreamError as error:
+            sys.stdout.write(f"error: {error}\n")
+            messages.pop()
+
+    async def _open(self) -> None:
+        await self._client.__aenter__()
+        try:
+            health = await self._client.health(PROBE_S)
+        except (PeerDied, PeerTimeout):
+            endpoint = self._client.endpoint
+            raise NotServing(f"no engine answers at {endpoint}: start one with `python launch.py`") from None
+        if not health.ready:
+            raise NotServing(f"the engine at {self._client.endpoint} takes no requests now: it is {health.phase}")
+
+
+def run(stated: argparse.Namespace) -> None:
+    """Answer or chat as the flags say."""
+    screen = Screen(sys.stdout, stated.json)
+    with asyncio.Runner(loop_factory=loop_factory(stated.event_loop)) as runner:
+        session = Session(runner, stated.endpoint, screen, sampling_of(stated))
+        try:
+            session.open()
+            if stated.prompt is not None:
+                session.answer(stated.prompt)
+            elif sys.stdin.isatty():
+                session.chat()
+            else:
+                session.answer(sys.stdin.read())
+        finally:
+            session.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    try:
+        run(parser().parse_args(argv))
+    except SlotstreamError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
