@@ -32,6 +32,6 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     A copy, because numpy aligns to 16 bytes only and MKL's float32 results depend on an operand's alignment: a start
     of the engine must not differ from the next one in its last bits.
     """
-    words = np.ascontiguousarray(array).view(np.int16) if array.dtype.name == "bfloat16" else array
-    source = torch.tensor(words)
-    return (source.view(torch.bfloat16) if words is not array else source).to(device)
+    if array.dtype.name == "bfloat16":  # which torch does not know as a numpy type
+        return torch.tensor(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.tensor(array).to(device)
