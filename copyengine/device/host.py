@@ -1,0 +1,225 @@
+"""The host backend: pool, flags, ring and banks in shared memory segments, copies by memcpy.
+
+A copy is over when `copy` returns, so both streams are trivially in order. Segments belong to the process that made
+them: its `close` removes the name. What a killed process leaves behind, `reclaim_stale` removes (see ledger.py).
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from mmap import mmap
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import numpy as np
+
+from copyengine.device import CLEARED, RELEASED, Bytes, Memory, Stream, ledger
+from copyengine.protocol import MemoryHandle
+from copyengine.sync import Fence, nap
+from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, WireError
+
+NAME_CHARS = 30
+"""macOS takes 31 characters, the leading slash among them."""
+
+
+class Segment:
+    """A run of shared memory. `array` is [nbytes] uint8, and empty after `close`."""
+
+    def __init__(self, shared: "_Shared", nbytes: int, ledger_file: Path | None) -> None:
+        self.handle = MemoryHandle("shm", shared.name, nbytes)
+        self.array: Bytes = np.frombuffer(shared.mapping(), np.uint8, nbytes)
+        self._shared = shared
+        self._ledger_file = ledger_file  # only the owner has one
+        self._closed = False
+
+    def close(self) -> None:
+        """Give up the memory; the owner's close also removes the segment. A second call does nothing.
+
+        Arrays that still look into the memory stay valid: the last of them unmaps it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.array = np.empty(0, np.uint8)
+        self._shared.close()
+        if self._ledger_file is not None:
+            self._shared.unlink()
+            self._ledger_file.unlink(missing_ok=True)
+
+
+def create_segment(run_id: str, label: str, nbytes: int) -> Segment:
+    """A new segment of exactly `nbytes`, zeroed, owned by this process. ConfigError if the memory is not there."""
+    if nbytes < 1:
+        raise ValueError(f"a segment of {nbytes} bytes")
+    while True:
+        name = _name(run_id, label)
+        ledger_file = ledger.enter(name)
+        try:
+            return Segment(_Shared(name, create=True, size=nbytes), nbytes, ledger_file)
+        except FileExistsError:  # somebody else's: the name ends in chance, so another one will be free
+            ledger_file.unlink()
+        except (OSError, MemoryError) as error:
+            ledger_file.unlink()
+            raise ConfigError(
+                f"cannot allocate {nbytes} bytes of shared memory ({label}): {error}; "
+                "free memory, raise the limit on shared memory, or ask for less"
+            ) from None
+
+
+def attach_segment(handle: MemoryHandle) -> Segment:
+    """Map another process's segment. PeerDied if it is gone, WireError if it is smaller than the handle says."""
+    try:
+        shared = _Shared(handle.name)
+    except (FileNotFoundError, ValueError) as error:
+        raise PeerDied(f"shared memory {handle.name} is gone, so its owner is: {error}") from None
+    if not 0 < handle.nbytes <= shared.size:
+        shared.close()
+        raise WireError(f"shared memory {handle.name} has {shared.size} bytes, not {handle.nbytes}")
+    return Segment(shared, handle.nbytes, None)
+
+
+def reclaim_stale() -> list[str]:
+    """Remove the segments whose owner is dead; their names. Safe while others do the same."""
+    removed = []
+    for path, name in ledger.stale():
+        try:
+            shared = _Shared(name)
+        except (FileNotFoundError, ValueError):  # gone already, or its owner died before it had a size
+            pass
+        else:
+            shared.close()
+            shared.unlink()
+            removed.append(name)
+        path.unlink(missing_ok=True)
+    return removed
+
+
+class HostWorkerDevice:
+    """The worker's side."""
+
+    def __init__(self) -> None:
+        self._fence = Fence()
+
+    def allocate(self, run_id: str, label: str, nbytes: int) -> Memory:
+        """See WorkerDevice."""
+        return create_segment(run_id, label, nbytes)
+
+    def clear_flag(self, flags: Memory, index: int) -> None:
+        """See WorkerDevice."""
+        _words(flags)[index] = CLEARED
+
+    def wait_flag(self, flags: Memory, index: int, deadline_s: float, check: Callable[[], None]) -> int:
+        """See WorkerDevice."""
+        words = _words(flags)
+        start = time.monotonic()
+        while (value := int(words[index])) == CLEARED:
+            check()
+            waited = time.monotonic() - start
+            if waited > deadline_s:
+                raise PeerTimeout(f"the copy engine did not finish a query within {deadline_s:g} s")
+            nap(waited)
+        self._fence()
+        return value
+
+    def release_flags(self, flags: Memory) -> None:
+        """See WorkerDevice."""
+        _words(flags)[:] = RELEASED
+
+
+class HostCopyDevice:
+    """The copy engine's side."""
+
+    def __init__(self) -> None:
+        self._fence = Fence()
+
+    def open(self, handle: MemoryHandle) -> Memory:
+        """See CopyDevice."""
+        return attach_segment(handle)
+
+    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> None:
+        """See CopyDevice."""
+        destination = target.array[offset : offset + len(source)]
+        if len(destination) != len(source):
+            raise CopyFailed(f"bytes {offset}..{offset + len(source)} are outside a pool of {len(target.array)}")
+        np.copyto(destination, source)
+
+    def is_done(self, token: None) -> bool:
+        """See CopyDevice."""
+        return True
+
+    def write_flag(self, stream: Stream, flags: Memory, index: int, value: int) -> None:
+        """See CopyDevice."""
+        self._fence()
+        _words(flags)[index] = value
+
+
+def _words(flags: Memory) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return flags.array.view(np.uint32)
+
+
+def _name(run_id: str, label: str) -> str:
+    """`{run_id}-{label}-` and four random digits; what does not fit in a name is replaced by a digest."""
+    stem = f"{run_id}-{label}"
+    clean = re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+    if clean != stem or len(stem) > NAME_CHARS - 5:
+        clean = f"{clean[: NAME_CHARS - 12]}-{hashlib.blake2s(stem.encode()).hexdigest()[:6]}"
+    return f"{clean}-{secrets.token_hex(2)}"
+
+
+_tracker_lock = threading.RLock()  # SharedMemory's constructor itself calls unlink when it fails
+"""Below 3.13 a SharedMemory registers with a tracker that removes it when *any* process that attached ends. The tracker
+keeps a set of names: registering and taking back must not interleave with another thread's."""
+
+
+class _Shared(SharedMemory):
+    """SharedMemory that no resource tracker knows of, and whose close() leaves the mapping to who still looks at it."""
+
+    def __init__(self, name: str, create: bool = False, size: int = 0) -> None:
+        if sys.version_info >= (3, 13):
+            super().__init__(name, create, size, track=False)
+        else:
+            with _tracker_lock:
+                super().__init__(name, create, size)
+                if os.name == "posix":
+                    resource_tracker.unregister(self._name, "shared_memory")  # type: ignore[attr-defined]
+        if create and hasattr(os, "posix_fallocate"):
+            self._reserve(size)
+
+    def _reserve(self, size: int) -> None:
+        """Take the memory now: without it, a full tmpfs shows as a SIGBUS at the first write."""
+        try:
+            os.posix_fallocate(self._fd, 0, size)  # type: ignore[attr-defined]
+        except OSError:
+            self.close()
+            self.unlink()
+            raise
+
+    def mapping(self) -> mmap:
+        """The mapping itself; what looks into it keeps it alive."""
+        assert self.buf is not None and isinstance(self.buf.obj, mmap)
+        return self.buf.obj
+
+    def close(self) -> None:
+        """As SharedMemory's, but no error while arrays look into the memory."""
+        try:
+            super().close()
+        except BufferError:
+            self._mmap = None  # the last of these arrays unmaps it
+            super().close()  # the file descriptor
+
+    def unlink(self) -> None:
+        """Remove the name; no error if it is removed already."""
+        with _tracker_lock:
+            if sys.version_info < (3, 13) and os.name == "posix":
+                resource_tracker.register(self._name, "shared_memory")  # type: ignore[attr-defined]
+            try:
+                super().unlink()
+            except FileNotFoundError:
+                if sys.version_info < (3, 13):
+                    resource_tracker.unregister(self._name, "shared_memory")  # type: ignore[attr-defined]

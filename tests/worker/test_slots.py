@@ -1,0 +1,329 @@
+"""The slot pool with a real copier thread over shared memory.
+
+Checked against the bank itself: whatever `groups` yields must hold, byte for byte, the record of its expert. Counters
+are checked by hand or against the set of residents before the step.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from copyengine.copier import Attachment, Copier
+from copyengine.device import Bytes, Memory, Stream
+from copyengine.device.host import HostCopyDevice, HostWorkerDevice, attach_segment
+from copyengine.ring import Limits, RingReader
+from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout
+from worker.protocol import ExpertStats, Mode
+from worker.slots import MODES, ExpertSlots, Group, SlotGeometry
+
+RECORD = 256
+
+
+class Rig:
+    """Banks of random bytes, a copier, and the slots of one worker."""
+
+    def __init__(self, geometry: SlotGeometry, device: HostCopyDevice | None = None, deadline_s: float = 20.0) -> None:
+        rng = np.random.default_rng(geometry.slots)
+        nbytes = geometry.experts * geometry.record_nbytes
+        self.banks = [rng.integers(0, 256, nbytes, np.uint8) for _ in range(geometry.layers)]
+        self.copier = Copier(device or HostCopyDevice(), background_depth=2, spin_us=500, on_death=lambda: None)
+        self.wakes = 0
+        self.slots = ExpertSlots(HostWorkerDevice(), "test", "w", geometry, self._wake, deadline_s)
+        self.copier.start()
+
+    def _wake(self) -> None:
+        self.wakes += 1
+        self.copier.wake()
+
+    def attach(self) -> None:
+        request, geometry = self.slots.attach_request, self.slots.geometry
+        ring = attach_segment(request.ring)
+        limits = Limits(geometry.layers, geometry.experts, request.pool_slots, request.flags.nbytes // 4)
+        attachment = Attachment(
+            request.worker,
+            self.banks,
+            geometry.record_nbytes,
+            attach_segment(request.pool),
+            attach_segment(request.flags),
+            ring,
+            RingReader(ring.array, limits),
+        )
+        self.copier.attach(attachment).result(10)
+
+    def check(self, layer: int, group: Group) -> None:
+        """Each slot of the group holds its expert's record."""
+        records = self.banks[layer].reshape(self.slots.geometry.experts, -1)
+        assert np.array_equal(self.slots.pool_bytes[group.slots], records[group.experts])
+
+    def layer(self, layer: int, experts: list[int]) -> list[Group]:
+        groups = []
+        for group in self.slots.groups(layer, experts):
+            self.check(layer, group)
+            assert group.experts == sorted(group.experts)
+            groups.append(group)
+        assert sorted(e for group in groups for e in group.experts) == experts
+        return groups
+
+    def step(self, mode: Mode, routed: list[list[int]]) -> ExpertStats:
+        self.slots.begin_step(mode)
+        for layer, experts in enumerate(routed):
+            self.layer(layer, experts)
+        return self.slots.end_step()
+
+    def residents(self) -> set[tuple[int, int]]:
+        """(layer, expert) of all cache slots; each must really be there."""
+        held = set()
+        for slot, owner in enumerate(self.slots._state.owner.tolist()):
+            if owner >= 0:
+                layer, expert = divmod(owner, self.slots.geometry.experts)
+                self.check(layer, Group([expert], [slot]))
+                held.add((layer, expert))
+        return held
+
+    def close(self) -> None:
+        self.copier.stop()
+        self.slots.close()
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    rigs: list[Rig] = []
+
+    def make(geometry: SlotGeometry, attach: bool = True, **more: object) -> Rig:
+        rigs.append(Rig(geometry, **more))  # type: ignore[arg-type]
+        if attach:
+            rigs[-1].attach()
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def random_routing(rng: random.Random, geometry: SlotGeometry) -> list[list[int]]:
+    return [
+        sorted(rng.sample(range(geometry.experts), rng.randint(0, geometry.experts))) for _ in range(geometry.layers)
+    ]
+
+
+@pytest.mark.parametrize("max_query", [3, 128])
+@pytest.mark.parametrize(("experts", "slots"), [(1, 1), (8, 1), (8, 5), (8, 24), (40, 7), (40, 200), (130, 128)])
+def test_random_steps_of_all_modes(make_rig: MakeRig, experts: int, slots: int, max_query: int) -> None:
+    """Bytes against the bank, counters against the resident set before the step; the pool may be less than a layer."""
+    geometry = SlotGeometry(3, experts, RECORD, slots, max_query=max_query)
+    rig = make_rig(geometry)
+    rng = random.Random(experts * 1000 + slots)
+    for mode in rng.choices(MODES, k=12):
+        before, routed = rig.residents(), random_routing(rng, geometry)
+        stats = rig.step(mode, routed)
+        assert stats.hits + stats.misses == stats.lookups and stats.copied_nbytes == stats.misses * RECORD
+        if mode == "streamed":
+            assert rig.residents() == before
+            assert (stats.lookups, stats.hits) == (3 * experts, len(before))
+        else:
+            assert stats.lookups == sum(map(len, routed))
+            if len(routed[0]) <= slots:
+                first = sum(layer == 0 and expert in routed[0] for layer, expert in before)
+                assert stats.hits >= first
+        assert rig.slots.resident() == len(rig.residents()) <= slots
+    totals = rig.slots.stats()
+    copied = rig.copier.stats().counters
+    assert copied["demand"].nbytes == totals["decode"].copied_nbytes + totals["demand"].copied_nbytes
+    assert copied["stream"].nbytes == totals["streamed"].copied_nbytes
+
+
+def test_demand_twice_fetches_once(make_rig: MakeRig) -> None:
+    """A layer that fits is fetched by its first step and hit by its second; counts by hand."""
+    rig = make_rig(SlotGeometry(2, 10, RECORD, 20))
+    routed = [[0, 3, 9], [1, 2]]
+    assert rig.step("demand", routed) == ExpertStats(1, 5, 0, 5, 5 * RECORD)
+    assert rig.step("decode", routed) == ExpertStats(1, 5, 5, 0, 0)
+    assert rig.residents() == {(0, 0), (0, 3), (0, 9), (1, 1), (1, 2)}
+
+
+def test_only_decode_steps_count_as_routing(make_rig: MakeRig) -> None:
+    rig = make_rig(SlotGeometry(2, 4, RECORD, 8))
+    for mode in (*MODES, MODES[0]):
+        rig.step(mode, [[1, 2], [3]])
+    assert rig.slots.decode_routing.tolist() == [[0, 2, 2, 0], [0, 0, 0, 2]]
+
+
+@pytest.mark.parametrize("resident", [0, 5, 10])
+@pytest.mark.parametrize("stream_groups", [1, 2, 3])
+def test_streaming_with_nothing_some_and_everything_resident(
+    make_rig: MakeRig, resident: int, stream_groups: int
+) -> None:
+    """Copied bytes: exactly what is not resident. The resident experts come first, all others pass by in order."""
+    geometry = SlotGeometry(3, 10, RECORD, 30, stream_groups=stream_groups, max_query=4)
+    rig = make_rig(geometry)
+    if resident:
+        rig.step("demand", [list(range(resident))] * 3)
+    rig.slots.begin_step("streamed")
+    for layer in range(3):
+        groups = rig.layer(layer, [0, 2, 4, 6, 8])
+        cached = [group for group in groups if group.slots[0] < geometry.slots]
+        assert len(cached) == (1 if resident else 0) and groups[: len(cached)] == cached
+    stats = rig.slots.end_step()
+    assert stats == ExpertStats(1, 30, 3 * resident, 3 * (10 - resident), 3 * (10 - resident) * RECORD)
+
+
+def test_demand_pool_smaller_than_the_layer_fetches_each_expert_once(make_rig: MakeRig) -> None:
+    """Two experts are resident, twelve are wanted, three slots: two hits, ten fetches."""
+    rig = make_rig(SlotGeometry(1, 12, RECORD, 3, max_query=2))
+    rig.step("demand", [[5, 9]])
+    assert rig.step("demand", [list(range(12))]) == ExpertStats(1, 12, 2, 10, 10 * RECORD)
+
+
+def test_steps_under_inference_mode(make_rig: MakeRig) -> None:
+    """Admission's tensors are changed inside and outside of it."""
+    rig = make_rig(SlotGeometry(2, 6, RECORD, 4))
+    with torch.inference_mode():
+        rig.step("demand", [[0, 1, 2], [3, 4]])
+    rig.step("decode", [[0, 5], [3, 5]])
+
+
+def test_a_step_that_pauses_longer_than_the_spin_loses_no_query(make_rig: MakeRig) -> None:
+    """The copier's spin is 0.5 ms; the worker pauses 20 ms between two layers, and between two steps."""
+    rig = make_rig(SlotGeometry(4, 6, RECORD, 3, max_query=2), deadline_s=5)
+    for mode in MODES:
+        time.sleep(0.02)
+        rig.slots.begin_step(mode)
+        for layer in range(4):
+            time.sleep(0.02)
+            rig.layer(layer, [0, 2, 3, 5])
+        rig.slots.end_step()
+    assert 1 <= rig.wakes <= 3
+
+
+def test_many_steps_at_the_edge_of_sleep_lose_no_wake(make_rig: MakeRig) -> None:
+    """Pauses around the spin time, so that steps begin just as the copier goes to sleep."""
+    rig = make_rig(SlotGeometry(1, 6, RECORD, 1), deadline_s=5)
+    rng = random.Random(1)
+    for i in range(250):
+        time.sleep(rng.uniform(0.0003, 0.0009))
+        rig.step("decode", [[i % 6]])
+    assert rig.wakes > 0
+
+
+class FailingDevice(HostCopyDevice):
+    """Fails the copies that a test names, or holds them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: Callable[[int], bool] = lambda _: False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.copies = 0
+
+    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> None:
+        self.gate.wait(10)
+        self.copies += 1
+        if self.fails(self.copies):
+            raise CopyFailed("told to")
+        super().copy(stream, source, target, offset)
+
+
+@pytest.mark.parametrize("mode", ["demand", "streamed", "decode"])
+def test_a_failed_copy_ends_the_step_and_leaves_only_true_residents(make_rig: MakeRig, mode: Mode) -> None:
+    """Any copy of a step fails in turn; afterwards each resident's bytes are the bank's, and the next step works."""
+    device = FailingDevice()
+    rig = make_rig(SlotGeometry(2, 9, RECORD, 7, max_query=2), device=device)
+    routed = [[0, 2, 4, 6, 8], [1, 2, 3, 4, 5, 6, 7, 8]]
+    for failing in range(1, 12):
+        device.copies = 0
+        device.fails = lambda copy, failing=failing: copy == failing  # type: ignore[misc]
+        try:
+            rig.step(mode, routed)
+        except CopyFailed:
+            rig.slots.abort_step()
+            rig.slots.abort_step()  # twice is as good as once
+        rig.residents()
+        device.fails = lambda _: False
+        rig.step(mode, routed)
+        rig.residents()
+    stats = rig.slots.stats()[mode]
+    assert stats.hits + stats.misses == stats.lookups and 11 <= stats.steps < 22
+    assert sum(c.failed_queries for c in rig.copier.stats().counters.values()) > 0
+
+
+@pytest.mark.parametrize("mode", ["demand", "streamed"])
+@pytest.mark.parametrize("how", ["abort", "end", "go on"])
+def test_a_consumer_that_stops_early_leaves_no_late_copy(make_rig: MakeRig, mode: Mode, how: str) -> None:
+    """The copies are held up while the step is left; whatever counts as resident later holds its record."""
+    device = FailingDevice()
+    rig = make_rig(SlotGeometry(3, 12, RECORD, 12, max_query=3), device=device)
+    for _ in range(3):
+        rig.slots.begin_step(mode)
+        for group in rig.slots.groups(0, list(range(0, 12, 2))):
+            rig.check(0, group)
+            device.gate.clear()
+            threading.Timer(0.05, device.gate.set).start()
+            break
+        if how == "go on":
+            rig.layer(2, [0, 1, 5, 6, 11])
+        if how == "abort":
+            rig.slots.abort_step()
+        else:
+            rig.slots.end_step()
+        device.gate.wait()
+        rig.residents()
+        rig.step("demand", [[1, 3], list(range(12)), [7]])
+        rig.step("streamed", [[1, 3, 4], list(range(12)), [7]])
+
+
+def test_a_dead_copier_times_out_and_stays_dead(make_rig: MakeRig) -> None:
+    """Nobody serves the ring: PeerTimeout after the deadline, then PeerDied at once, and nothing counts as resident."""
+    rig = make_rig(SlotGeometry(1, 4, RECORD, 4), attach=False, deadline_s=0.2)
+    rig.slots.begin_step("demand")
+    with pytest.raises(PeerTimeout, match=r"0\.2 s"):
+        list(rig.slots.groups(0, [0, 1]))
+    rig.slots.abort_step()
+    assert rig.slots.resident() == 0
+    with pytest.raises(PeerDied):
+        rig.slots.begin_step("demand")
+
+
+@pytest.mark.parametrize("mode", ["demand", "streamed"])
+def test_release_ends_a_wait(make_rig: MakeRig, mode: Mode) -> None:
+    """Another thread releases while the step waits without hope; it ends far before its deadline."""
+    rig = make_rig(SlotGeometry(1, 4, RECORD, 4), attach=False, deadline_s=60)
+    threading.Timer(0.1, rig.slots.release, ["the copy engine is gone"]).start()
+    with pytest.raises(PeerDied, match="the copy engine is gone"):
+        rig.step(mode, [[0, 1]])
+    rig.slots.abort_step()
+    assert rig.slots.resident() == 0
+    with pytest.raises(PeerDied, match="the copy engine is gone"):
+        rig.slots.begin_step(mode)
+
+
+def test_release_ends_the_wait_for_a_full_ring(make_rig: MakeRig) -> None:
+    """65 queries of one expert, 64 places, no reader."""
+    rig = make_rig(SlotGeometry(1, 70, RECORD, 70, max_query=1), attach=False, deadline_s=60)
+    threading.Timer(0.1, rig.slots.release, ["gone"]).start()
+    with pytest.raises(PeerDied, match="gone"):
+        rig.step("demand", [list(range(70))])
+    rig.slots.abort_step()
+    assert rig.slots.resident() == 0
+
+
+def test_a_detached_worker_is_told(make_rig: MakeRig) -> None:
+    """The copy engine drops this worker's queries while it waits: CopyFailed, not a hang."""
+    device = FailingDevice()
+    rig = make_rig(SlotGeometry(1, 8, RECORD, 8, max_query=2), device=device, deadline_s=10)
+    rig.slots.begin_step("streamed")
+    device.gate.clear()
+    stopped = rig.copier.detach("w")
+    device.gate.set()
+    stopped.result(10)
+    with pytest.raises((CopyFailed, PeerTimeout)):
+        rig.slots._mailbox._deadline_s = 0.5
+        rig.layer(0, list(range(8)))
+    rig.slots.abort_step()

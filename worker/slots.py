@@ -1,0 +1,245 @@
+"""The slot pool of one worker: brings the experts that a step routes to into slots, group by group.
+
+A decode or demand step admits exactly the experts it routes to (kernels.admit) and has the missing ones copied into
+cache slots. A streamed step admits nothing and evicts nothing: what is resident is used where it is, all other experts
+pass through the stream slots behind the cache slots (worker.stream_cursor).
+
+An expert counts as resident from its admission on, while its record is still on the way. Therefore a step that ends
+early waits for what it asked for, and whatever did not land is forgotten before anybody can find it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from msgspec import Struct
+
+from copyengine.device import WorkerDevice
+from copyengine.protocol import MAX_QUERY, Attach
+from copyengine.ring import CopyQuery
+from kernels import admit
+from worker.mailbox import Mailbox
+from worker.protocol import ExpertStats, Mode
+from worker.stream_cursor import StreamCursor
+
+MODES: tuple[Mode, ...] = ("decode", "demand", "streamed")
+
+
+class SlotGeometry(Struct, frozen=True):
+    """Sizes of a pool: S cache slots, then `stream_groups` groups of min(E, max_query) stream slots."""
+
+    layers: int  # L
+    experts: int  # E
+    record_nbytes: int
+    slots: int  # S
+    stream_groups: int = 2
+    max_query: int = MAX_QUERY
+
+    @property
+    def group_slots(self) -> int:
+        """Stream slots of one group."""
+        return min(self.experts, self.max_query)
+
+    @property
+    def stream_slots(self) -> int:
+        """Stream slots of all groups."""
+        return self.stream_groups * self.group_slots
+
+    @property
+    def pool_slots(self) -> int:
+        """Cache and stream slots."""
+        return self.slots + self.stream_slots
+
+
+@dataclass(frozen=True)
+class Group:
+    """Experts whose records are in slots: experts[i] in slots[i], until the next group is asked for."""
+
+    experts: list[int]  # [n] ascending
+    slots: list[int]  # [n]
+
+
+class ExpertSlots:
+    """The pool and what is in it. One thread runs steps; `release`, `stats`, `resident` may be called from others."""
+
+    def __init__(
+        self,
+        device: WorkerDevice,
+        run_id: str,
+        worker: str,
+        geometry: SlotGeometry,
+        wake: Callable[[], None],
+        deadline_s: float = 30.0,
+    ) -> None:
+        """Allocates pool, flags and ring; ConfigError if there is not enough memory.
+
+        `wake` is called from the step's thread when a sleeping copy engine must be sent a Wake, and returns at once.
+        No wait for copies is longer than `deadline_s`.
+        """
+        self.geometry = geometry
+        self._worker = worker
+        self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots)
+        self._pool = device.allocate(run_id, f"{worker}-pool", geometry.pool_slots * geometry.record_nbytes)
+        flags = geometry.experts + geometry.stream_groups  # a layer has at most E queries
+        self._mailbox = Mailbox(device, run_id, worker, flags, wake, deadline_s)
+        self._routing = np.zeros((geometry.layers, geometry.experts), np.int64)
+        self._totals = {mode: ExpertStats() for mode in MODES}
+        self._mode: Mode | None = None
+        self._step = ExpertStats()
+        self._cursor = StreamCursor([], 1, 1, 0, 0)
+        self._next_layer = 0
+
+    @property
+    def attach_request(self) -> Attach:
+        """What the copy engine must be told before the first step."""
+        return self._mailbox.attach_request(self._worker, self._pool, self.geometry.pool_slots)
+
+    @property
+    def pool_bytes(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """[pool_slots, record_nbytes] uint8, cache slots first."""
+        return self._pool.array.reshape(self.geometry.pool_slots, self.geometry.record_nbytes)
+
+    @property
+    def decode_routing(self) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """[L, E]: in how many decode steps each expert was routed to."""
+        return self._routing.copy()
+
+    def stats(self) -> dict[Mode, ExpertStats]:
+        """Counters since the start, per mode; the running step's are not in it."""
+        return dict(self._totals)
+
+    def resident(self) -> int:
+        """Cache slots that hold an expert."""
+        return int((self._state.owner != admit.ABSENT).sum())
+
+    def begin_step(self, mode: Mode) -> None:
+        """Start a step. A streamed one requests its first groups right away. PeerDied, PeerTimeout."""
+        assert self._mode is None, "the step before has not ended"
+        self._mailbox.begin_step()
+        self._mode = mode
+        self._step = ExpertStats(steps=1)
+        self._next_layer = 0
+        if mode == "streamed":
+            geometry = self.geometry
+            self._cursor = StreamCursor(
+                [(row == admit.ABSENT).nonzero().flatten().tolist() for row in self._state.slot_of],
+                geometry.stream_groups,
+                geometry.group_slots,
+                first_slot=geometry.slots,
+                first_flag=geometry.experts,
+            )
+            self._request_ahead()
+
+    def groups(self, layer: int, experts: list[int]) -> Iterator[Group]:
+        """Groups that cover `experts` (distinct, ascending) of bank `layer` once each, as they become available.
+
+        Asking for the next group says that all computing on the last one is done. A streamed step asks for its layers
+        in ascending order, each once. CopyFailed, PeerTimeout, PeerDied: then the step must be aborted.
+        """
+        assert self._mode is not None, "no step has begun"
+        if self._mode == "streamed":
+            return self._streamed(layer, experts)
+        if self._mode == "decode":
+            self._routing[layer, experts] += 1
+        self._forget_lost()  # of a layer whose groups were not all asked for
+        return self._on_demand(layer, experts)
+
+    def end_step(self) -> ExpertStats:
+        """End the step, once nothing it asked for is on the way any more; its counters."""
+        self._finish()
+        return self._step
+
+    def abort_step(self) -> None:
+        """End a step that failed: what did not land is forgotten. Does nothing if no step runs.
+
+        The traffic of the step is counted, the step is not.
+        """
+        if self._mode is not None:
+            self._step = _counted(self._step, steps=-1)
+            self._finish()
+
+    def release(self, why: str) -> None:
+        """The copy engine is gone: end every wait; from now on all raises PeerDied(why). From any thread."""
+        self._mailbox.release(why)
+
+    def close(self) -> None:
+        """Free pool, flags and ring."""
+        self._mailbox.close()
+        self._pool.close()
+
+    def _finish(self) -> None:
+        assert self._mode is not None, "no step has begun"
+        self._forget_lost()
+        self._mailbox.end_step()
+        self._totals[self._mode] = _sum(self._totals[self._mode], self._step)
+        self._mode = None
+
+    def _forget_lost(self) -> None:
+        """Wait for all that is on the way; experts that did not land are not resident."""
+        for lost in self._mailbox.settle():
+            if lost.kind == "demand":
+                admit.invalidate(self._state, lost.layer, torch.tensor(lost.experts))
+
+    def _on_demand(self, layer: int, experts: list[int]) -> Iterator[Group]:
+        cut = admit.cut(self._state, layer, torch.tensor(experts, dtype=torch.int64), self.geometry.max_query)
+        if cut.at_once:
+            needed = torch.tensor(experts, dtype=torch.int64)
+            admitted = [self._admit(flag, layer, query, needed) for flag, query in enumerate(cut.queries)]
+            for flag, group in enumerate(admitted):
+                self._mailbox.wait(flag)
+                yield group
+            return
+        for i, query in enumerate(cut.queries):
+            group = self._admit(0, layer, query, needed=torch.cat(cut.queries[i:]))
+            self._mailbox.wait(0)
+            yield group
+
+    def _admit(self, flag: int, layer: int, query: torch.Tensor, needed: torch.Tensor) -> Group:
+        """Give the query slots, and ring for what is missing."""
+        slots, missing = admit.admit(self._state, layer, query, needed)
+        copied = query[missing].tolist()
+        self._count(hits=len(query) - len(copied), misses=len(copied))
+        if copied:
+            self._mailbox.ring(CopyQuery(flag, "demand", layer, tuple(copied), tuple(slots[missing].tolist())))
+        return Group(query.tolist(), slots.tolist())
+
+    def _streamed(self, layer: int, experts: list[int]) -> Iterator[Group]:
+        assert layer >= self._next_layer, "streamed layers come in ascending order"
+        self._next_layer = layer + 1
+        slot_of = self._state.slot_of[layer].tolist()
+        self._count(hits=sum(slot != admit.ABSENT for slot in slot_of))
+        resident = [expert for expert in experts if slot_of[expert] != admit.ABSENT]
+        if resident:
+            yield Group(resident, [slot_of[expert] for expert in resident])
+        routed = set(experts)
+        while (query := self._cursor.due(layer)) is not None:
+            self._mailbox.wait(query.flag)
+            pairs = zip(query.experts, query.slots, strict=True)
+            wanted = [pair for pair in pairs if query.layer == layer and pair[0] in routed]
+            if wanted:
+                yield Group([expert for expert, _ in wanted], [slot for _, slot in wanted])
+            self._cursor.finish()
+            self._request_ahead()
+
+    def _request_ahead(self) -> None:
+        while (query := self._cursor.next_request()) is not None:
+            self._mailbox.ring(query)
+            self._count(misses=len(query.experts))
+
+    def _count(self, hits: int = 0, misses: int = 0) -> None:
+        self._step = _counted(self._step, hits=hits, misses=misses, record_nbytes=self.geometry.record_nbytes)
+
+
+def _counted(stats: ExpertStats, steps: int = 0, hits: int = 0, misses: int = 0, record_nbytes: int = 0) -> ExpertStats:
+    return _sum(stats, ExpertStats(steps, hits + misses, hits, misses, misses * record_nbytes))
+
+
+def _sum(a: ExpertStats, b: ExpertStats) -> ExpertStats:
+    return ExpertStats(
+        steps=a.steps + b.steps,
+        lookups=a.lookups + b.lookups,
+        hits=a.hits + b.hits,
+        misses=a.misses + b.misses,
+        copied_nbytes=a.copied_nbytes + b.copied_nbytes,
+    )
