@@ -1,0 +1,320 @@
+"""Starts the whole engine: copy engine, workers, scheduler; watches them; stops them.
+
+`python launch.py --workers 1 --demand-tokens 512` serves until Ctrl-C; `--prompt TEXT` answers once and exits.
+Exit codes: 0 as asked, 1 a process failed, 2 the start was refused.
+"""
+
+import queue
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import psutil
+from msgspec import Meta
+
+from copyengine.budget import Wanted, plan
+from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
+from copyengine.checkpoint.model import Model, open_model
+from copyengine.config import CopyEngineConfig
+from copyengine.device.host import reclaim_stale
+from copyengine.wire import cli
+from copyengine.wire.child import Child, Exited, Notices, Said, Told
+from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, from_code
+from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Progress, Ready, StartFailed
+from copyengine.wire.logs import configure_logging
+from copyengine.wire.loop import resolve
+from kernels.formats import layout
+from scheduler import client_cli
+from scheduler.client import DEFAULT_ENDPOINT
+from scheduler.config import SchedulerConfig, ServingConfig
+from worker.config import WorkerConfig
+
+LISTEN_TIMEOUT_S = 30.0
+"""Seconds a process may take to bind its socket: Python's start and the imports of zmq, 0.3 s on an idle machine."""
+
+DRAIN_TIMEOUT_S = 60.0
+"""Seconds running requests may take to finish after SIGTERM."""
+
+Facts = dict[str, str | int | float | bool]
+E_ = TypeVar("E_", bound=Event)
+
+
+class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve a Mixture-of-Experts model whose experts do not fit in device memory."""
+
+    model: Annotated[str, Meta(description="checkpoint directory; the built-in random model if not given")] = ""
+    workers: Annotated[int, Meta(ge=1, description="worker processes, one per device")] = 1
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
+    copy_engine: Annotated[
+        Literal["auto", "process", "thread"],
+        Meta(description="the copy engine as a process of its own for all workers, or as a thread of the one worker"),
+    ] = "auto"
+    prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None
+
+
+class ProgressLine:
+    """Shows loading on standard error: one live line on a terminal, else a line at each phase's start and end."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._live = sys.stderr.isatty()
+
+    def show(self, phase: str, done_nbytes: int, total_nbytes: int) -> None:
+        """`done_nbytes` of `total_nbytes` of `phase` are through."""
+        finished = done_nbytes >= total_nbytes
+        text = f"{phase}: {done_nbytes / 1e6:,.0f} of {total_nbytes / 1e6:,.0f} MB"
+        if self._live:
+            print(f"\r\x1b[K{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
+        elif phase != self._phase or finished:
+            print(text, file=sys.stderr, flush=True)
+        self._phase = phase
+
+
+class Engine:
+    """The processes of one run. They are started in order and stopped in reverse."""
+
+    def __init__(self, config: LaunchConfig, progress: ProgressLine) -> None:
+        self.notices: Notices = queue.SimpleQueue()
+        self.scheduler_endpoint = ""
+        self._config = config
+        self._progress = progress
+        self._children: list[Child] = []
+        self._run_id = f"ss{secrets.token_hex(4)}"
+
+    def start(self, directory: Path) -> Ready:
+        """Start everything; the scheduler's Ready. Raises as `_wait_for` does."""
+        config = self._config
+        common: dict[str, Any] = {"event_loop": config.event_loop, "log_level": config.log_level, "parent_pipe": True}
+        copy_engine = ""
+        if config.copy_engine != "thread":
+            copy_engine = self._spawn("copyengine", "copyengine", CopyEngineConfig(run_id=self._run_id, **common))
+        threads = max(1, (psutil.cpu_count(logical=False) or 1) // config.workers)
+        workers = [
+            self._spawn(
+                f"worker{i}",
+                "worker",
+                WorkerConfig(
+                    name=f"worker{i}",
+                    run_id=self._run_id,
+                    copy_engine=copy_engine,
+                    device=config.device,
+                    threads=threads,
+                    **common,
+                ),
+            )
+            for i in range(config.workers)
+        ]
+        serving = {name: getattr(config, name) for name in ServingConfig.__struct_fields__}
+        serving["served_model_name"] = config.served_model_name or directory.name
+        self.scheduler_endpoint = self._spawn(
+            "scheduler",
+            "scheduler",
+            SchedulerConfig(model=str(directory), workers=",".join(workers), parent_pipe=True, **serving),
+        )
+        return self._wait_for("scheduler", Ready, config.ready_timeout_s, "--ready-timeout-s")
+
+    def serve(self) -> int:
+        """Watch the processes until one ends or a signal comes; the exit code."""
+        while True:
+            match self.notices.get():
+                case Exited(name=name, code=code):
+                    print(f"error: {name} ended with exit code {code}; stopping the rest", file=sys.stderr)
+                    return 1
+                case Told(signal="SIGINT"):
+                    return 0
+                case Told():
+                    return self._drain()
+
+    def stop(self) -> None:
+        """End all processes and remove what a killed one may have left in shared memory."""
+        for child in reversed(self._children):
+            child.stop()
+        reclaim_stale()
+
+    def _drain(self) -> int:
+        scheduler = self._children[-1]
+        print("finishing running requests; a second signal stops at once", file=sys.stderr)
+        scheduler.drain()
+        end = time.monotonic() + DRAIN_TIMEOUT_S
+        while (left := end - time.monotonic()) > 0:
+            try:
+                notice = self.notices.get(timeout=left)
+            except queue.Empty:
+                break
+            match notice:
+                case Exited(name=scheduler.name, code=0) | Told():
+                    return 0
+                case Exited(name=name, code=code):
+                    print(f"error: {name} ended with exit code {code} while draining", file=sys.stderr)
+                    return 1
+        print(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s", file=sys.stderr)
+        return 1
+
+    def _spawn(self, name: str, module: str, config: msgspec.Struct) -> str:
+        self._children.append(Child(name, module, cli.to_argv(config), self.notices))
+        return self._wait_for(name, Listening, LISTEN_TIMEOUT_S, "").endpoint
+
+    def _wait_for(self, name: str, kind: type[E_], timeout_s: float, knob: str) -> E_:
+        """The next event of type `kind` of child `name`.
+
+        Progress renews the deadline. PeerTimeout if it passes, PeerDied if any process ends first, ConfigError or
+        what else a process reports as the reason it does not start, KeyboardInterrupt on a signal.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                notice = self.notices.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                more = f"; raise {knob} if the machine is only slow" if knob else ""
+                raise PeerTimeout(f"{name} did not start within {timeout_s:g} s{more}") from None
+            match notice:
+                case Said(event=StartFailed(code=code, detail=detail)):
+                    raise from_code(code, detail)
+                case Said(event=Progress() as seen):
+                    self._progress.show(seen.phase, seen.done_nbytes, seen.total_nbytes)
+                    end = time.monotonic() + timeout_s
+                case Said(name=sender, event=event) if sender == name and isinstance(event, kind):
+                    return event
+                case Exited(name=sender, code=code):
+                    raise PeerDied(f"{sender} ended with exit code {code} while starting")
+                case Told():
+                    raise KeyboardInterrupt
+
+
+def preflight(config: LaunchConfig) -> Model:
+    """The model, checked. ConfigError if it or the settings are no good, or the machine has too little memory."""
+    if config.device == "cuda":
+        raise ConfigError("--device cuda: the CUDA data plane is not in this version; use --device cpu or auto")
+    if config.copy_engine == "thread" and config.workers > 1:
+        raise ConfigError(
+            f"--copy-engine thread with --workers {config.workers}: every worker would hold all experts; "
+            "use --copy-engine process or --workers 1"
+        )
+    resolve(config.event_loop)
+    reclaim_stale()
+    model = open_model(Path(config.model) if config.model else builtin_model(), config.hf_overrides)
+    check_memory(config, model)
+    return model
+
+
+def builtin_model() -> Path:
+    """The built-in model's directory; says so if it has to be made."""
+    if not (cache_directory() / NAME).exists():
+        print(f"making the built-in model in {cache_directory()} (once)", file=sys.stderr, flush=True)
+    return ensure_builtin()
+
+
+def check_memory(config: LaunchConfig, model: Model) -> None:
+    """ConfigError, naming both numbers and the flag to turn, if what the processes will allocate does not fit.
+
+    The banks are there once, everything else once per worker.
+    """
+    spec = model.spec
+    dtype = spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
+    record_nbytes = layout(dtype, spec.hidden, spec.moe.intermediate).record_nbytes if spec.moe else 0
+    bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
+    wanted = Wanted(
+        slots=0 if config.slots == "auto" else config.slots,
+        kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
+        demand_prefill=config.demand_tokens > 0,
+        max_step_tokens=config.chunked_prefill_size,
+    )
+    available_nbytes = psutil.virtual_memory().available
+    share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // config.workers
+    for note in plan(spec, dtype, record_nbytes, share_nbytes, wanted).notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def ready_block(model: Model, ready: Ready, endpoint: str) -> str:
+    """What a person needs to know once the engine serves."""
+    facts = ready.facts
+    age_s = time.time() - psutil.Process().create_time()
+    weights = "; random weights: the text means nothing" if model.random_weights else ""
+    lines = {
+        "endpoint": endpoint,
+        "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
+        "workers": f"{facts['workers']} on {facts['device']}",
+        **expert_lines(facts),
+        "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}; one request may take {facts['max_model_len']}",
+        "event loop": facts["event_loop"],
+        "try": _client_command(endpoint),
+    }
+    return f"Ready in {age_s:.1f} s\n" + "\n".join(f"  {key:<12}{value}" for key, value in lines.items())
+
+
+def expert_lines(facts: Facts) -> dict[str, str]:
+    """The Ready block's lines about experts."""
+    layers, experts, demand = facts["moe_layers"], facts["experts"], facts["demand_tokens"]
+    if not layers:
+        return {"experts": "none: a dense model, so that there is nothing to load on demand"}
+    threshold = f"prefill chunks of up to {demand} tokens load only the experts they route to"
+    return {
+        "slots": f"{facts['slots']} of {int(layers) * int(experts)} experts, and {facts['stream_slots']} to stream "
+        f"through; {_mb(facts['pool_nbytes'])}",
+        "experts": f"{layers} layers x {experts}, {facts['experts_per_token']} per token; {_mb(facts['bank_nbytes'])} "
+        f"of shared memory, copied by a {facts['copy_engine']}",
+        "demand": threshold if demand else "off: every prefill chunk streams all experts",
+    }
+
+
+def _mb(nbytes: str | float) -> str:
+    return f"{float(nbytes) / 1e6:,.1f} MB"
+
+
+def _client_command(endpoint: str) -> str:
+    where = "" if endpoint == DEFAULT_ENDPOINT else f"--endpoint {endpoint} "
+    return f'python -m scheduler.client {where}"Once upon a time"'
+
+
+def notice_signals(notices: Notices) -> None:
+    """Turn SIGINT and SIGTERM into notices."""
+
+    def told(number: int, _frame: object) -> None:
+        notices.put(Told(signal.Signals(number).name))
+
+    signal.signal(signal.SIGINT, told)
+    signal.signal(signal.SIGTERM, told)
+
+
+def run(config: LaunchConfig) -> int:
+    """Start, serve or answer, stop; the exit code. ConfigError if the start is refused."""
+    configure_logging(config.log_level, "launch")
+    model = preflight(config)
+    engine = Engine(config, ProgressLine())
+    try:
+        notice_signals(engine.notices)
+        ready = engine.start(model.directory)
+        print(ready_block(model, ready, engine.scheduler_endpoint), flush=True)
+        return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
+    finally:
+        engine.stop()
+
+
+def answer(config: LaunchConfig, endpoint: str) -> int:
+    """Answer --prompt as the client command does; its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert config.prompt is not None
+    return client_cli.main(["--endpoint", endpoint, "--event-loop", config.event_loop, "--", config.prompt])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    try:
+        return run(cli.parse(LaunchConfig, argv, "launch.py"))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except SlotstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

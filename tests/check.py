@@ -1,0 +1,38 @@
+"""Everything a change must pass: `python -m tests.check`; with `--no-tests` all but pytest, for a CI that ran it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+STATIC: tuple[tuple[str, ...], ...] = (
+    ("ruff", "format", "--check", "."),
+    ("ruff", "check", "."),
+    ("mypy",),
+    ("mypy", "--platform", "win32"),
+)
+"""Run as `python -m ...`; mypy reads its packages from pyproject.toml."""
+
+
+def commands(tests: bool) -> list[tuple[str, ...]]:
+    """The modules to run with their arguments, in order."""
+    return [*STATIC, *([("pytest",)] if tests else [])]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all commands, also after one failed; 0 if each passed."""
+    failed = []
+    for command in commands(tests="--no-tests" not in argv):
+        print(f"== {' '.join(command)}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run([sys.executable, "-m", *command], check=False).returncode
+        print(f"== {'ok' if code == 0 else f'failed ({code})'} in {time.monotonic() - start:.0f} s", flush=True)
+        if code:
+            failed.append(" ".join(command))
+    if failed:
+        print(f"failed: {'; '.join(failed)}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

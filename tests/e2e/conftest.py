@@ -1,0 +1,27 @@
+"""One running engine on the built-in model for all tests that leave it as they found it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine import Engine, running
+
+SLOTS = 128
+DEMAND_TOKENS = 64
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache directory of these tests' own, where the built-in model is made once."""
+    directory = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def engine(cache: Path) -> Iterator[Engine]:
+    """The engine with its default process layout and event loop."""
+    with running("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS)) as started:
+        yield started

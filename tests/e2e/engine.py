@@ -1,0 +1,139 @@
+"""The engine as a user has it: launch.py and the client command as child processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+
+
+class Engine:
+    """One running launch.py."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.output: list[str] = []
+        self.errors: list[str] = []
+        self._ready = threading.Event()
+        self._readers = [
+            threading.Thread(target=self._read, args=(process.stdout, self.output), daemon=True),
+            threading.Thread(target=self._read, args=(process.stderr, self.errors), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("  try"):  # the last line of the Ready block
+                self._ready.set()
+        if lines is self.output:
+            self._ready.set()
+
+    def wait_ready(self) -> None:
+        """AssertionError with all that was printed if it does not get ready."""
+        self._ready.wait(START_TIMEOUT_S)
+        assert any(line.startswith("  try") for line in self.output), self.text()
+
+    def text(self) -> str:
+        """All that it printed so far."""
+        return "\n".join([*self.output, *self.errors])
+
+    @property
+    def endpoint(self) -> str:
+        """The scheduler's, as the Ready block states it."""
+        found = re.search(r"tcp://127\.0\.0\.1:\d+", "\n".join(self.output))
+        assert found, self.text()
+        return found.group()
+
+    def fact(self, name: str) -> str:
+        """The Ready block's line called `name`."""
+        return next(line for line in self.output if line.startswith(f"  {name} "))[2 + len(name) :].strip()
+
+    def children(self) -> list[psutil.Process]:
+        """All processes below launch.py."""
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
+
+    def stop(self, sign: int = signal.SIGINT) -> int:
+        """Send `sign` and wait; the exit code."""
+        self.process.send_signal(sign)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code; AssertionError if it does not end in time."""
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"launch.py did not end:\n{self.text()}") from None
+        for reader in self._readers:
+            reader.join(STOP_TIMEOUT_S)
+        return code
+
+
+def launch_command(*flags: str) -> list[str]:
+    """launch.py on a free port with `flags`."""
+    return [sys.executable, str(ROOT / "launch.py"), "--port", "0", *flags]
+
+
+@contextmanager
+def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Engine]:
+    """A ready engine, stopped at the end whatever happens."""
+    with subprocess.Popen(
+        launch_command(*flags),
+        cwd=ROOT,
+        env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        engine = Engine(process)
+        try:
+            engine.wait_ready()
+            yield engine
+        finally:
+            if process.poll() is None:
+                engine.stop()
+
+
+def command(module: str, *args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run `python -m module args` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *args],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+
+
+def gone(processes: Sequence[psutil.Process], within_s: float) -> bool:
+    """Whether all `processes` end within `within_s`."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes if p.is_running()):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """One object per line."""
+    return [json.loads(line) for line in text.splitlines() if line.strip()]

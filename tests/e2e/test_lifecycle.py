@@ -1,0 +1,112 @@
+"""Start and end of the engine, seen from outside: exit codes, what is printed, what is left behind."""
+
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from copyengine.device import ledger
+from tests.e2e.engine import ROOT, gone, launch_command, running
+
+QUESTION = ("--prompt", "Once upon a time")
+
+
+def segments_of(processes: list[psutil.Process]) -> list[str]:
+    """Names of the shared memory that these processes own."""
+    pids = {str(process.pid) for process in processes}
+    return [path.name for path in ledger.directory().iterdir() if path.name.split("@")[1:2][0] in pids]
+
+
+def launch(*flags: str, timeout: float = 60.0) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        launch_command(*flags), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_all(sign: int) -> None:
+    with running("--slots", "64") as engine:
+        children = engine.children()
+        assert len(children) >= 3 and segments_of(children)
+        assert engine.stop(sign) == 0
+        assert gone(children, 2.0)
+        assert not segments_of(children)
+        assert "Traceback" not in engine.text() and "leaked" not in engine.text()
+
+
+def test_a_killed_launcher_leaves_nothing() -> None:
+    with running("--slots", "64") as engine:
+        children = engine.children()
+        port = int(engine.endpoint.rsplit(":", 1)[1])
+        engine.stop(signal.SIGKILL)
+        assert gone(children, 10.0)
+        assert not segments_of(children)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("victim", ["copyengine", "worker", "scheduler"])
+def test_a_dead_process_ends_the_engine_with_its_name(victim: str) -> None:
+    with running("--slots", "64") as engine:
+        children = engine.children()
+        next(p for p in children if victim in p.cmdline()).kill()
+        assert engine.wait() == 1
+        assert f"error: {victim}" in engine.text()
+        assert gone(children, 2.0) and not segments_of(children)
+
+
+def test_prompt_answers_once() -> None:
+    done = launch(*QUESTION)
+    assert done.returncode == 0, done.stderr
+    assert "Ready in" in done.stdout and "new tokens" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("copy_engine", ["process", "thread"])
+@pytest.mark.parametrize("event_loop", ["uvloop", "selector"])
+def test_every_event_loop_with_every_place_of_the_copy_engine(event_loop: str, copy_engine: str) -> None:
+    done = launch("--event-loop", event_loop, "--copy-engine", copy_engine, *QUESTION)
+    assert done.returncode == 0, done.stderr
+    assert f"event loop  {event_loop}" in done.stdout and f"copied by a {copy_engine}" in done.stdout
+    assert "Traceback" not in done.stderr and "leaked" not in done.stderr
+
+
+def test_a_taken_port_is_refused_by_its_number() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        start_s = time.monotonic()
+        done = launch("--port", port)
+    assert done.returncode == 2 and time.monotonic() - start_s < 15
+    assert port in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--host", "0.0.0.0"), ("--host", "loopback")),
+        (("--slots", "4"), ("--slots 4", "64")),
+        (("--max-model-len", "100000000"), ("--max-model-len",)),
+    ],
+)
+def test_a_refused_start_exits_with_2(flags: tuple[str, ...], names: tuple[str, ...]) -> None:
+    done = launch(*flags)
+    assert done.returncode == 2
+    assert all(name in done.stderr for name in names) and "Traceback" not in done.stderr
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(cache: Path, tmp_path: Path) -> None:
+    source = next(path.parent for path in cache.rglob("config.json"))
+    for file in source.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    shard = next(tmp_path.glob("*.safetensors"))
+    data = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(data[: len(data) // 2])
+    done = launch("--model", str(tmp_path))
+    assert done.returncode == 2 and shard.name in done.stderr and "Traceback" not in done.stderr
