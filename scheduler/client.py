@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 
 import zmq.asyncio
 
-from copyengine.wire.errors import PeerError, RequestRefused, WireError
+from copyengine.wire.errors import PeerDied, PeerError, RequestRefused, WireError
 from copyengine.wire.rpc import RpcClient
 from scheduler.protocol import (
     FINAL,
@@ -86,6 +86,9 @@ class Answer:
                         case other:
                             over = True
                             _refuse(other)
+        except PeerDied:
+            over = True
+            raise
         finally:
             if not over:
                 self._client._abort_soon(self.request_id)
@@ -113,10 +116,10 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.settle()
-        assert self._rpc and self._context
-        await self._rpc.close()
+        rpc, self._rpc = self._connection(), None
+        await rpc.close()
+        assert self._context
         self._context.term()
-        self._rpc = None
 
     def generate(
         self,

@@ -1,0 +1,51 @@
+"""Chunk cutting against the rules of the demand threshold, stated again as properties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.chunking import cut_chunks, prefill_mode
+
+SIZES = st.integers(1, 60)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "demand_tokens", "mode"),
+    [
+        (1, 0, "streamed"),
+        (511, 512, "demand"),
+        (512, 512, "demand"),
+        (513, 512, "streamed"),
+        (1, 1, "demand"),
+        (2, 1, "streamed"),
+    ],
+)
+def test_the_threshold_itself_is_demand(tokens: int, demand_tokens: int, mode: str) -> None:
+    assert prefill_mode(tokens, demand_tokens) == mode
+
+
+@given(st.lists(SIZES, max_size=8), st.integers(0, 40), SIZES)
+def test_chunks_keep_the_rules(pending: list[int], demand_tokens: int, chunk_tokens: int) -> None:
+    counts = cut_chunks(pending, demand_tokens, chunk_tokens)
+    assert bool(counts) == bool(pending)
+    if not counts:
+        return
+    total = sum(counts)
+    assert counts[0] == min(pending[0], chunk_tokens)
+    assert counts[1:] == pending[1 : len(counts)], "who joins brings all it has left"
+    assert total <= chunk_tokens
+    alone, together = prefill_mode(counts[0], demand_tokens), prefill_mode(total, demand_tokens)
+    assert alone == together, "company does not change the first one's mode"
+    if len(counts) < len(pending):  # the next one would break a rule
+        more = total + pending[len(counts)]
+        assert more > chunk_tokens or prefill_mode(more, demand_tokens) != together
+
+
+@given(SIZES, st.integers(0, 40), SIZES)
+def test_a_prompt_ends_after_as_few_chunks_as_its_length_allows(tokens: int, demand_tokens: int, chunk: int) -> None:
+    steps, left = 0, tokens
+    while left:
+        (count,) = cut_chunks([left], demand_tokens, chunk)
+        left -= count
+        steps += 1
+    assert steps == -(-tokens // chunk)

@@ -1,0 +1,396 @@
+"""The scheduler with made-up workers, over real sockets on both event loops.
+
+Answers are checked against the made-up model's rule and the tokenizer's one-shot decoding; figures against what the
+workers were sent.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from tokenizers import Tokenizer
+
+from copyengine.wire.errors import PeerDied, RequestRefused
+from scheduler.client import Client
+from scheduler.protocol import Finished, Message, Sampling, Tokens
+from tests.scheduler.rig import COPY_FAILED, RECORD_NBYTES, engine, expected, on_loop
+
+
+def sampling(max_tokens: int = 4, **fields: object) -> Sampling:
+    return Sampling(max_tokens=max_tokens, ignore_eos=True, **fields)  # type: ignore[arg-type]
+
+
+async def collect(client: Client, **request: object) -> tuple[str, list[int], Finished]:
+    answer = client.generate(**request)  # type: ignore[arg-type]
+    text, ids = "", []
+    async for piece in answer:
+        text += piece.text
+        ids += piece.token_ids
+    assert answer.finished is not None
+    return text, ids, answer.finished
+
+
+async def refusal(client: Client, **request: object) -> RequestRefused:
+    with pytest.raises(RequestRefused) as refused:
+        await collect(client, **request)
+    return refused.value
+
+
+def test_text_token_ids_and_chats_are_answered(model: Path, event_loop: str) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            vocab = rig.worker.facts.vocab_size
+            ids = tokenizer.encode("the quick fox").ids
+            wanted = expected(ids, 9, vocab)
+            for request in ({"prompt": "the quick fox"}, {"token_ids": ids}):
+                text, tokens, finished = await collect(client, sampling=sampling(9), **request)
+                assert tokens == wanted
+                assert text == tokenizer.decode(wanted)
+                assert finished.reason == "length"
+                assert finished.usage.prompt_tokens == len(ids)
+                assert finished.usage.new_tokens == 9
+            text, tokens, _ = await collect(client, messages=[Message("user", "fox")], sampling=sampling(2))
+            chat = tokenizer.encode("<|user|>fox", add_special_tokens=False).ids
+            assert tokens == expected(chat, 2, vocab)
+            assert rig.pages_free()
+
+    on_loop(event_loop, main)
+
+
+def test_figures_are_those_of_the_steps(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model, demand_tokens=8, chunked_prefill_size=16) as rig, rig.client() as client:
+            _, _, finished = await collect(client, token_ids=[5] * 40, sampling=sampling(3))
+            assert rig.worker.modes() == ["streamed", "streamed", "demand", "decode", "decode"]
+            usage = finished.usage
+            assert (usage.streamed_chunks, usage.demand_chunks, usage.cached_tokens) == (2, 1, 0)
+            assert (usage.expert_hits, usage.expert_misses) == (15, 5)
+            assert usage.copied_nbytes == 5 * RECORD_NBYTES
+            timing = finished.timing
+            assert 0 < timing.queued_s <= timing.ttft_s <= timing.total_s
+            assert timing.tpot_s > 0
+            stats = await client.stats()
+            assert (stats.finished, stats.prompt_tokens, stats.generated_tokens) == (1, 40, 3)
+            assert (stats.decode.steps, stats.demand.steps, stats.streamed.steps) == (2, 1, 2)
+            assert stats.kv_pages_free == stats.kv_pages_total == 256
+            assert rig.worker.released == [1]
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize(("demand_tokens", "modes"), [(0, ["streamed"] * 3), (7, ["demand", "demand", "streamed"])])
+def test_the_threshold_decides_the_mode(model: Path, demand_tokens: int, modes: list[str]) -> None:
+    async def main() -> None:
+        async with engine(model, demand_tokens=demand_tokens) as rig, rig.client() as client:
+            for tokens in (1, 7, 8):
+                await collect(client, token_ids=[5] * tokens, sampling=sampling(1))
+            assert rig.worker.modes() == modes
+            assert rig.worker.loads[0].demand_prefill == (demand_tokens > 0)
+
+    on_loop("selector", main)
+
+
+def test_a_dense_model_streams_everything(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model, facts={"moe_layers": 0}) as rig, rig.client() as client:
+            await collect(client, token_ids=[5], sampling=sampling(1))
+            assert rig.worker.modes() == ["streamed"]
+
+    on_loop("selector", main)
+
+
+def test_answers_end_at_eos_stop_tokens_and_stop_strings(model: Path, event_loop: str) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            vocab = rig.worker.facts.vocab_size
+            start = tokenizer.encode("a").ids
+            wanted = expected(start, 12, vocab)
+            text, ids, finished = await collect(
+                client, token_ids=start, sampling=Sampling(max_tokens=12, stop_token_ids=[wanted[3]])
+            )
+            assert (ids, finished.reason) == (wanted[:4], "stop")
+            assert text == tokenizer.decode(wanted[:3])
+            whole = tokenizer.decode(wanted)
+            stop = whole[4:7]
+            text, _, finished = await collect(client, token_ids=start, sampling=sampling(12, stop=[stop]))
+            assert finished.reason == "stop"
+            assert text == whole[: whole.index(stop)]
+
+    on_loop(event_loop, main)
+
+
+def test_bad_requests_are_refused_and_the_next_one_is_not(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model, max_model_len=64) as rig, rig.client() as client:
+            assert (await refusal(client)).code == "invalid_request"
+            assert (await refusal(client, prompt="")).code == "invalid_request"
+            assert (await refusal(client, token_ids=[10**6])).code == "invalid_request"
+            assert (await refusal(client, token_ids=[5], sampling=Sampling(top_p=2))).code == "invalid_request"
+            too_long = await refusal(client, token_ids=[5] * 60, sampling=Sampling(max_tokens=5))
+            assert too_long.code == "context_length_exceeded"
+            assert "60" in too_long.detail and "64" in too_long.detail
+            assert rig.worker.steps == []
+            _, ids, _ = await collect(client, token_ids=[5], sampling=sampling(2))
+            assert len(ids) == 2
+            assert (await client.stats()).failed == 0
+
+    on_loop(event_loop, main)
+
+
+def test_malformed_frames_are_counted_and_harm_nobody(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            context = zmq.asyncio.Context()
+            with context.socket(zmq.DEALER) as socket:
+                socket.connect(rig.endpoint)
+                unknown_field = b"\x83\xa4type\xa8Generate\xa6prompt\xa1a\xa5bogus\x01"
+                for frames in ([b""], [b"1"], [b"12345678", b"\xc1"], [b"12345678", unknown_field], [b"x"] * 9):
+                    await socket.send_multipart(frames)
+                replies = [await socket.recv_multipart(), await socket.recv_multipart()]
+                assert b"wire" in replies[0][1] and b"bogus" in replies[1][1]
+            context.term()
+            _, ids, _ = await collect(client, token_ids=[5], sampling=sampling(2))
+            assert len(ids) == 2
+            assert (await client.stats()).dropped_frames == 5
+
+    on_loop(event_loop, main)
+
+
+def test_many_requests_at_once_share_steps_and_do_not_mix(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model, workers=2, max_running_requests=4, kv_tokens="auto") as rig, rig.client() as client:
+            vocab = rig.worker.facts.vocab_size
+            prompts = [[7 * i + 3, i + 3] * (i % 5 + 1) for i in range(24)]
+            answers = await asyncio.gather(
+                *(collect(client, token_ids=p, sampling=sampling(3 + i % 4)) for i, p in enumerate(prompts))
+            )
+            for i, (prompt, (_, ids, _)) in enumerate(zip(prompts, answers, strict=True)):
+                assert ids == expected(prompt, 3 + i % 4, vocab)
+            assert all(worker.steps for worker in rig.workers)
+            assert any(len(step.sequences) > 1 for step in rig.worker.steps)
+            misses = sum(finished.usage.expert_misses for _, _, finished in answers)
+            stats = await client.stats()
+            assert misses == stats.decode.misses + stats.demand.misses + stats.streamed.misses
+            assert rig.pages_free()
+
+    on_loop(event_loop, main)
+
+
+def test_one_more_than_may_wait_is_refused(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model, max_running_requests=1, max_queued_requests=2) as rig, rig.client() as client:
+            rig.worker.gate.clear()
+            asked = [asyncio.create_task(collect(client, token_ids=[5], sampling=sampling(1))) for _ in range(3)]
+            await rig.settled(running=3)
+            assert (await refusal(client, token_ids=[5], sampling=sampling(1))).code == "queue_full"
+            rig.worker.gate.set()
+            assert [ids for _, ids, _ in await asyncio.gather(*asked)] == [[6]] * 3
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize("max_queued", [0, 1])
+def test_a_request_that_runs_at_once_needs_no_place_in_the_queue(model: Path, max_queued: int) -> None:
+    async def main() -> None:
+        async with engine(model, max_queued_requests=max_queued) as rig, rig.client() as client:
+            await collect(client, token_ids=[5], sampling=sampling(1))
+
+    on_loop("selector", main)
+
+
+def test_a_request_aborts_wherever_it_is(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model, max_running_requests=1) as rig, rig.client() as client:
+            rig.worker.gate.clear()
+            names = ["running", "waiting"]
+            asked = [
+                asyncio.create_task(collect(client, token_ids=[5] * 9, sampling=sampling(50), request_id=name))
+                for name in names
+            ]
+            await rig.settled(running=2)
+            await client.abort("waiting")
+            await client.abort("running")
+            await client.abort("no such request")
+            ends = [finished for _, _, finished in await asyncio.gather(*asked)]
+            assert [end.reason for end in ends] == ["abort", "abort"]
+            assert not rig.pages_free(), "the step that is out still writes into them"
+            rig.worker.gate.set()
+            _, ids, _ = await collect(client, token_ids=[5], sampling=sampling(2))
+            assert ids == [6, 7]
+            assert rig.pages_free()
+            stats = await client.stats()
+            assert (stats.aborted, stats.finished, stats.waiting, stats.running) == (2, 1, 0, 0)
+
+    on_loop(event_loop, main)
+
+
+def test_a_request_of_another_client_cannot_be_aborted_or_clash(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as one, rig.client() as two:
+            rig.worker.step_s = 0.01
+            asked = asyncio.create_task(collect(one, token_ids=[5], sampling=sampling(9), request_id="same"))
+            await rig.settled(running=1)
+            await two.abort("same")
+            assert (await refusal(one, token_ids=[5], request_id="same")).code == "duplicate_request"
+            _, ids, _ = await collect(two, token_ids=[5], sampling=sampling(2), request_id="same")
+            assert ids == [6, 7]
+            _, ids, finished = await asked
+            assert (len(ids), finished.reason) == (9, "length")
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "collect"])
+def test_leaving_an_answer_aborts_it(model: Path, event_loop: str, way: str) -> None:
+    async def leave(client: Client) -> None:
+        answer = client.generate(token_ids=[5], sampling=sampling(2000))
+        if way == "aclose":
+            iterator = aiter(answer)
+            await anext(iterator)
+            await iterator.aclose()
+            return
+        if way == "collect":
+            iterator = aiter(answer)
+            await anext(iterator)
+            del iterator
+            return
+        async for _ in answer:
+            if way == "break":
+                break
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            rig.worker.step_s = 0.002
+            task = asyncio.create_task(leave(client))
+            if way == "cancel":
+                await rig.settled(running=1)
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await rig.settled()
+            assert len(rig.worker.steps) < 1000
+            assert (await client.stats()).aborted == 1
+            _, ids, _ = await collect(client, token_ids=[5], sampling=sampling(2))
+            assert ids == [6, 7]
+
+    on_loop(event_loop, main)
+
+
+def test_a_client_that_is_gone_has_its_requests_aborted(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            rig.worker.step_s = 0.002
+            gone = rig.client()
+            await gone.__aenter__()
+            answer = aiter(gone.generate(token_ids=[5], sampling=sampling(2000)))
+            await anext(answer)
+            assert gone._rpc is not None
+            await gone._rpc.close()
+            with pytest.raises(PeerDied):
+                while True:
+                    await anext(answer)
+            assert gone._context is not None
+            gone._context.term()
+            await rig.settled()
+            assert (await client.stats()).aborted == 1
+            assert rig.pages_free()
+
+    on_loop(event_loop, main)
+
+
+def test_a_failed_step_ends_its_requests_and_the_next_ones_work(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            rig.worker.failures.append(COPY_FAILED)
+            failed = await refusal(client, token_ids=[5], sampling=sampling(2))
+            assert (failed.code, failed.detail) == ("worker_failed", str(COPY_FAILED))
+            _, ids, _ = await collect(client, token_ids=[5], sampling=sampling(2))
+            assert ids == [6, 7]
+            assert (await client.health()).phase == "ready"
+            assert rig.pages_free()
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_dead_worker_ends_all_its_requests(model: Path, event_loop: str, idle: bool) -> None:
+    async def main() -> None:
+        async with engine(model, max_running_requests=1) as rig, rig.client() as client:
+            await collect(client, token_ids=[5], sampling=sampling(2))
+            if idle:
+                await rig.worker.die()
+                await asyncio.sleep(0.2)
+            else:
+                rig.worker.step_s = 0.01
+                asked = [asyncio.create_task(refusal(client, token_ids=[5], sampling=sampling(500))) for _ in range(3)]
+                await rig.settled(running=3)
+                await rig.worker.die()
+                assert {refused.code for refused in await asyncio.gather(*asked)} == {"worker_failed"}
+            assert (await client.health()).phase == "dead"
+            assert (await refusal(client, token_ids=[5])).code == "worker_failed"
+
+    on_loop(event_loop, main)
+
+
+def test_the_other_worker_goes_on_when_one_dies(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model, workers=2) as rig, rig.client() as client:
+            await rig.workers[0].die()
+            await asyncio.sleep(0.2)
+            for _ in range(3):
+                await collect(client, token_ids=[5], sampling=sampling(2))
+            assert (await client.health()).ready
+
+    on_loop("selector", main)
+
+
+def test_draining_finishes_what_was_accepted_and_refuses_the_rest(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model, max_running_requests=1) as rig, rig.client() as client:
+            rig.worker.gate.clear()
+            asked = [asyncio.create_task(collect(client, token_ids=[5], sampling=sampling(3))) for _ in range(2)]
+            await rig.settled(running=2)
+            drained = asyncio.create_task(rig.server.drain())
+            await asyncio.sleep(0.05)
+            assert (await client.health()).phase == "draining"
+            assert (await refusal(client, token_ids=[5])).code == "draining"
+            assert not drained.done()
+            rig.worker.gate.set()
+            await drained
+            assert [ids for _, ids, _ in await asyncio.gather(*asked)] == [[6, 7, 8]] * 2
+
+    on_loop(event_loop, main)
+
+
+def test_a_stop_gives_running_requests_their_last_reply(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            rig.worker.step_s = 0.01
+            asked = asyncio.create_task(refusal(client, token_ids=[5], sampling=sampling(500)))
+            await rig.settled(running=1)
+            await rig.server.close()
+            assert (await asked).code == "draining"
+
+    on_loop(event_loop, main)
+
+
+def test_a_request_that_waits_hears_that_the_engine_lives(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.ticket.KEEPALIVE_S", 0.02)
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            rig.worker.gate.clear()
+            seen = []
+            request = client.generate(token_ids=[5], sampling=sampling(1))._request
+            async for reply in client._stream(request):
+                seen.append(reply)
+                if seen.count(Tokens("", [])) == 2:
+                    rig.worker.gate.set()
+            assert isinstance(seen[-1], Finished)
+
+    on_loop("selector", main)

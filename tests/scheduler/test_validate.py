@@ -1,0 +1,101 @@
+"""Validation against the ranges that protocol.Sampling and protocol.Generate state."""
+
+import math
+from typing import Any
+
+import pytest
+
+from copyengine.wire.errors import RequestRefused
+from scheduler.protocol import Generate, Message, Sampling
+from scheduler.validate import check_generate, check_prompt
+
+HI = [Message("user", "hi")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "exactly one"),
+        ({"prompt": "a", "token_ids": [1]}, "exactly one"),
+        ({"prompt": "a", "messages": HI}, "exactly one"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"token_ids": []}, "token_ids is empty"),
+        ({"messages": []}, "messages is empty"),
+    ],
+)
+def test_exactly_one_prompt_that_is_not_empty(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestRefused, match=named) as refused:
+        check_generate(Generate(**fields), has_text=True)
+    assert refused.value.code == "invalid_request"
+
+
+BAD: list[tuple[str, Any]] = [
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", -0.1),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_k", -1),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("stop", [""]),
+    ("stop", ["a" * 1025]),
+    ("stop", ["a"] * 65),
+]
+GOOD: list[tuple[str, Any]] = [
+    ("temperature", 0.0),
+    ("temperature", 100.0),
+    ("top_p", 1e-9),
+    ("top_p", 1.0),
+    ("top_k", 0),
+    ("seed", 0),
+    ("seed", 2**63 - 1),
+    ("max_tokens", 1),
+    ("stop", ["a" * 1024] * 64),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_a_setting_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(RequestRefused, match=field) as refused:
+        check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), has_text=True)
+    assert refused.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize(("field", "value"), GOOD)
+def test_the_edges_of_each_range_are_accepted(field: str, value: Any) -> None:
+    check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), has_text=True)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "a"}, {"messages": HI}, {"token_ids": [1], "sampling": Sampling(stop=["x"])}]
+)
+def test_without_a_tokenizer_only_token_ids_are_served(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        check_generate(Generate(**fields), has_text=False)
+    assert refused.value.code == "no_tokenizer"
+    check_generate(Generate(token_ids=[1]), has_text=False)
+
+
+@pytest.mark.parametrize("token", [-1, 100, 2**40])
+def test_a_token_outside_the_vocabulary_is_refused_with_its_place(token: int) -> None:
+    with pytest.raises(RequestRefused, match=rf"token_ids\[2\] = {token} "):
+        check_prompt([0, 99, token], 100, Sampling(), 10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "limit", "granted"),
+    [(4, 6, 10, 6), (4, None, 10, 6), (9, None, 10, 1), (1, None, 1000, 256), (1, 1, 2, 1)],
+)
+def test_what_fits_is_granted(prompt: int, wanted: int | None, limit: int, granted: int) -> None:
+    assert check_prompt([1] * prompt, 100, Sampling(max_tokens=wanted), limit) == granted
+
+
+@pytest.mark.parametrize(("prompt", "wanted"), [(4, 7), (10, None), (11, None), (10, 1)])
+def test_what_can_never_fit_is_refused_with_both_numbers(prompt: int, wanted: int | None) -> None:
+    with pytest.raises(RequestRefused, match=rf"{prompt} tokens.*into the 10 tokens") as refused:
+        check_prompt([1] * prompt, 100, Sampling(max_tokens=wanted), 10)
+    assert refused.value.code == "context_length_exceeded"
