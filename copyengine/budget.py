@@ -175,7 +175,7 @@ def _too_little(budget: Budget, dtype: str, available_nbytes: int, wanted: Wante
         fix = f"lower {lever}"
     else:
         fix = "the weights alone do not fit: " + (
-            "use --dtype bfloat16" if dtype == "float32" else "use a smaller model"
+            "use --dtype bfloat16" if dtype == "float32" else "give a smaller --model"
         )
     return (
         f"host memory: {_mb(budget.total_nbytes)} needed ({listed}), {_mb(available_nbytes)} available; "

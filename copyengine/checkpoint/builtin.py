@@ -8,11 +8,11 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 from msgspec import Struct
 from safetensors import SafetensorError
 
@@ -26,8 +26,8 @@ NAME = f"builtin-qwen3-moe-v{VERSION}"
 NEEDED_NBYTES = 115_000_000
 """Free bytes asked for before building; the files take 106.1 MB."""
 
-STALE_S = 3600.0
-"""A build directory this old was left by a process that died."""
+LOCK_TIMEOUT_S = 120.0
+"""How long to wait for another process that is making the model; it takes a second or two."""
 
 MANIFEST = "manifest.json"
 
@@ -66,22 +66,35 @@ def ensure_builtin(cache_dir: Path | None = None, on_progress: Callable[[int], N
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _remove_stale(cache)
-        _check_free(cache)
-        build = Path(tempfile.mkdtemp(prefix=f".{NAME}.", dir=cache))
-        try:
-            write_random_model(build, progress=on_progress)
-            _write_manifest(build)
-            _install(build, target)
-        finally:
-            shutil.rmtree(build, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+        with FileLock(cache / f".{NAME}.lock", timeout=LOCK_TIMEOUT_S):
+            if not is_intact(target):
+                _build(cache, target, on_progress)
+    except (OSError, SafetensorError, Timeout) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"cache directory {cache}: the built-in model cannot be written ({why}); free {NEEDED_NBYTES // 10**6} MB "
             f"there, or point {_cache_variable()} at a writable directory, or give --model a checkpoint of your own"
         ) from None
     return target
+
+
+def _build(cache: Path, target: Path, on_progress: Callable[[int], None] | None) -> None:
+    """Make the model in a directory beside `target` and rename it. The caller holds the lock, so that any other such
+    directory was left by a process that died."""
+    for left in cache.glob(f".{NAME}.build-*"):
+        shutil.rmtree(left)
+    if target.exists():
+        shutil.rmtree(target)
+    free = shutil.disk_usage(cache).free
+    if free < NEEDED_NBYTES:
+        raise OSError(f"{free // 10**6} MB are free")
+    build = Path(tempfile.mkdtemp(prefix=f".{NAME}.build-", dir=cache))
+    try:
+        write_random_model(build, progress=on_progress)
+        _write_manifest(build)
+        os.rename(build, target)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
 
 
 def is_intact(directory: Path) -> bool:
@@ -96,49 +109,9 @@ def is_intact(directory: Path) -> bool:
         return False
 
 
-def _install(build: Path, target: Path) -> None:
-    """Rename `build` to `target`. A good model that another process has put there in the meantime is kept."""
-    deadline = time.monotonic() + 10.0
-    while True:
-        try:
-            os.rename(build, target)  # fails where a directory with files stands
-            return
-        except OSError:
-            if is_intact(target):
-                return
-            if not target.exists() or time.monotonic() > deadline:
-                raise
-        _set_aside(target)
-
-
-def _set_aside(target: Path) -> None:
-    """Move a damaged model away; if it turns out to be a good one, installed just now, move it back."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{NAME}.", dir=target.parent))
-    try:
-        os.rename(target, aside / "model")
-        if is_intact(aside / "model"):
-            os.rename(aside / "model", target)
-    except OSError:
-        time.sleep(0.05)  # another process was faster, or still has files of it open (Windows)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def _write_manifest(directory: Path) -> None:
     files = {p.name: FileDigest(p.stat().st_size, _sha256(p)) for p in sorted(directory.iterdir())}
     (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=2))
-
-
-def _remove_stale(cache: Path) -> None:
-    for left in cache.glob(f".{NAME}.*"):
-        if time.time() - left.stat().st_mtime > STALE_S:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _check_free(cache: Path) -> None:
-    free = shutil.disk_usage(cache).free
-    if free < NEEDED_NBYTES:
-        raise OSError(f"{free // 10**6} MB are free")
 
 
 def _sha256(path: Path) -> str:

@@ -165,6 +165,7 @@ def _convert(source: NDArray[np.generic], dtype: str, path: Path, name: str) -> 
         return source
     with np.errstate(over="ignore", invalid="ignore"):
         result = source.astype(target)
-    if dtype == "float16" and bool(np.any(np.isinf(result) & np.isfinite(source))):
+        overflows = dtype == "float16" and bool(np.any(np.isinf(result) & np.isfinite(source)))
+    if overflows:
         raise ConfigError(f"{path}: tensor {name} holds values beyond float16's range; use --dtype bfloat16 or float32")
     return result

@@ -1,0 +1,232 @@
+"""parse_spec: against configs in both spellings that must mean the same, and against junk of every kind."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec, RopeSpec, parse_spec
+from copyengine.wire.errors import ConfigError
+
+HUB: dict[str, Any] = {  # Qwen3-30B-A3B's config.json
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+DENSE = {**HUB, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def moe_of(spec: ModelSpec) -> MoeSpec:
+    assert spec.moe is not None
+    return spec.moe
+
+
+def test_a_hub_config() -> None:
+    spec = parse_spec(HUB)
+    assert (len(spec.layers), spec.hidden, spec.vocab_size, spec.max_position) == (48, 2048, 151936, 40960)
+    assert moe_of(spec) == MoeSpec(128, 8, 768, True)
+    attention = spec.layers[0].attention
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.qk_norm) == (32, 4, 128, True)
+    assert not attention.qkv_bias and not attention.o_bias and not spec.tie_word_embeddings
+    assert (attention.rope, spec.norm_eps, spec.checkpoint_dtype) == (RopeSpec(1e6), 1e-6, "bfloat16")
+
+
+def test_both_spellings_mean_the_same() -> None:
+    new = without(HUB, "num_experts", "rope_theta", "rope_scaling", "torch_dtype")
+    new |= {"num_local_experts": 128, "dtype": "bfloat16"}
+    new["rope_parameters"] = {"rope_theta": 1000000.0, "rope_type": "default"}
+    assert parse_spec(new) == parse_spec(HUB)
+    new["rope_parameters"] = {"rope_theta": 1000000.0, **YARN}
+    old = {**HUB, "rope_scaling": {"type": "yarn", **without(YARN, "rope_type")}}
+    assert parse_spec(new) == parse_spec(old)
+    assert parse_spec({**HUB, "torch_dtype": "torch.bfloat16"}) == parse_spec(HUB)
+    assert parse_spec(without(HUB, "architectures")) == parse_spec(HUB)
+
+
+@pytest.mark.parametrize("experts", [0, 1, 8])
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("only", [[], [0], [1, 4], [99]])
+def test_which_layers_are_sparse(experts: int, step: int, only: list[int]) -> None:
+    """Against the condition in transformers' Qwen3MoeDecoderLayer, spelt out."""
+    config = {**HUB, "num_hidden_layers": 5, "num_experts": experts, "num_experts_per_tok": 1}
+    spec = parse_spec({**config, "decoder_sparse_step": step, "mlp_only_layers": only})
+    for i, layer in enumerate(spec.layers):
+        if i not in only and (experts > 0 and (i + 1) % step == 0):
+            assert isinstance(layer.ffn, MoeSpec) and i in spec.moe_layers
+        else:
+            assert layer.ffn == DenseSpec(6144) and i not in spec.moe_layers
+
+
+def test_the_dense_family() -> None:
+    spec = parse_spec(without(DENSE, "head_dim", "num_experts"))
+    assert spec.moe is None and spec.moe_layers == ()
+    assert spec.layers[47].attention.head_dim == 128  # Qwen3Config's default
+    assert parse_spec({**DENSE, "num_key_value_heads": None}).layers[0].attention.kv_heads == 32
+    assert parse_spec({**DENSE, "attention_bias": True}).layers[0].attention.o_bias
+
+
+def test_head_dim_of_the_moe_family_is_derived() -> None:
+    assert parse_spec(without(HUB, "head_dim")).layers[0].attention.head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rope"),
+    [
+        ({"type": "default"}, RopeSpec(1e6)),
+        ({"type": "linear", "factor": 2}, RopeSpec(1e6, "linear", 2.0)),
+        ({"rope_type": "dynamic", "factor": 2.0}, RopeSpec(1e6, "dynamic", 2.0, 40960)),
+        (YARN, RopeSpec(1e6, "yarn", 4.0, 32768)),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 10240},
+            RopeSpec(1e6, "yarn", 4.0, 10240),
+        ),
+        (
+            {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False},
+            RopeSpec(1e6, "yarn", 4.0, 32768, None, 16.0, 2.0, 0.7, 1.0, False),
+        ),
+        ({**YARN, "attention_factor": 1.5}, RopeSpec(1e6, "yarn", 4.0, 32768, 1.5)),
+        (
+            {"rope_type": "llama3", **LLAMA3},
+            RopeSpec(1e6, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+    ],
+)
+def test_rope_kinds(scaling: dict[str, Any], rope: RopeSpec) -> None:
+    assert parse_spec({**HUB, "rope_scaling": scaling}).layers[0].attention.rope == rope
+    nested = {**without(HUB, "rope_theta"), "rope_parameters": {**scaling, "rope_theta": 1e6}}
+    assert parse_spec(nested).layers[0].attention.rope == rope
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": []}, ["architectures", "Qwen3MoeForCausalLM"]),
+        ({"architectures": None, "model_type": "llama"}, ["llama", "Qwen3MoeForCausalLM"]),
+        ({"num_experts_per_tok": 129}, ["num_experts_per_tok", "129", "128"]),
+        ({"num_experts_per_tok": 0}, ["num_experts_per_tok", "0"]),
+        ({"num_experts_per_tok": None}, ["num_experts_per_tok", "missing"]),
+        ({"num_experts": -1}, ["num_experts", "-1"]),
+        ({"num_experts": 8.0}, ["num_experts", "8.0"]),
+        ({"num_experts": True}, ["num_experts", "True"]),
+        ({"num_local_experts": 60}, ["num_local_experts", "60", "128"]),
+        ({"hidden_size": "2048"}, ["hidden_size", "'2048'", "integer"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "1000000000"]),
+        ({"num_hidden_layers": 10**5000}, ["num_hidden_layers", "huge"]),
+        ({"num_key_value_heads": 5}, ["num_key_value_heads", "5", "32"]),
+        ({"head_dim": 127}, ["head_dim", "127", "even"]),
+        ({"head_dim": None, "hidden_size": 2049}, ["hidden_size", "2049", "head_dim"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"use_sliding_window": True}, ["use_sliding_window", "True", "false"]),
+        ({"use_sliding_window": 1}, ["use_sliding_window", "1"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
+        ({"mlp_only_layers": ["a"]}, ["mlp_only_layers", "'a'"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
+        ({"dtype": "float16"}, ["bfloat16", "float16", "contradicts"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"rope_parameters": {"rope_theta": 5.0}}, ["rope_theta", "1000000.0", "5.0"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["rope_type", "longrope", "yarn"]),
+        ({"rope_scaling": {"rope_type": [1]}}, ["rope_type", "[1]"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling", "yarn", "object"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor", "0.5"]),
+        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast", "beta_slow"]),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, ["low_freq_factor", "4.0"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, ["head_dim", "2"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    ],
+)
+def test_refusals_name_the_key_the_value_and_the_fix(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_spec({**HUB, **change})
+    for word in words:
+        assert word in str(caught.value)
+
+
+REQUIRED = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+REQUIRED += ["max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        parse_spec(without(HUB, key))
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = sorted(
+    {*HUB, "dtype", "num_local_experts", "rope_parameters", "layer_types", "original_max_position_embeddings"}
+)
+ROPE_KEYS = sorted(
+    {"type", "rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", *YARN, *LLAMA3}
+)
+ROPE_JUNK = st.dictionaries(
+    st.sampled_from(ROPE_KEYS),
+    JUNK | st.sampled_from(["linear", "dynamic", "yarn", "llama3"]) | st.floats(0, 1e30) | st.integers(0, 100),
+    max_size=6,
+)
+
+
+@settings(max_examples=400)
+@given(
+    base=st.sampled_from([HUB, DENSE, {}]),
+    change=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4),
+    rope=st.none() | ROPE_JUNK,
+)
+def test_junk_gives_a_spec_or_a_refusal(base: dict[str, Any], change: dict[str, Any], rope: Any) -> None:
+    config = {**copy.deepcopy(base), **change}
+    if rope is not None:
+        config["rope_scaling"] = rope
+    try:
+        spec = parse_spec(config)
+    except ConfigError as error:
+        assert str(error)
+        return
+    assert spec.layers and all(layer.attention.heads % layer.attention.kv_heads == 0 for layer in spec.layers)
+    assert spec.moe is None or 1 <= spec.moe.experts_per_token <= spec.moe.experts

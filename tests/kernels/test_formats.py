@@ -1,0 +1,52 @@
+"""layout: against sizes computed by hand, and against the rules every record must keep."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.formats import ALIGNMENT, FORMATS, ITEMSIZE, align, layout
+
+
+def test_a_record_by_hand() -> None:
+    """Qwen3-30B-A3B: 2 x 768 x 2048 and 2048 x 768 elements of two bytes."""
+    record = layout("bfloat16", 2048, 768)
+    assert [(f.name, f.shape, f.offset, f.nbytes) for f in record.fields] == [
+        ("gate_up", (1536, 2048), 0, 6_291_456),
+        ("down", (2048, 768), 6_291_456, 3_145_728),
+    ]
+    assert record.record_nbytes == 9_437_184
+
+
+def test_odd_sizes_are_padded() -> None:
+    record = layout("float16", 3, 5)
+    assert [(f.offset, f.nbytes) for f in record.fields] == [(0, 60), (128, 30)]
+    assert record.record_nbytes == 256
+
+
+@pytest.mark.parametrize(("nbytes", "aligned"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256)])
+def test_align(nbytes: int, aligned: int) -> None:
+    assert align(nbytes) == aligned
+
+
+@given(name=st.sampled_from(sorted(FORMATS)), hidden=st.integers(1, 5000), intermediate=st.integers(1, 5000))
+def test_fields_are_aligned_in_order_and_inside_the_record(name: str, hidden: int, intermediate: int) -> None:
+    record = layout(name, hidden, intermediate)
+    end = 0
+    for field in record.fields:
+        assert field.offset % ALIGNMENT == 0 and field.offset >= end
+        assert field.nbytes == math.prod(field.shape) * ITEMSIZE[field.dtype]
+        assert record.field(field.name) is field
+        end = field.offset + field.nbytes
+    assert record.record_nbytes == align(end)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"int3.*bfloat16"):
+        layout("int3", 8, 8)
+    for hidden, intermediate in ((0, 8), (8, 0), (-1, 8)):
+        with pytest.raises(ValueError, match="at least 1"):
+            layout("bfloat16", hidden, intermediate)
+    with pytest.raises(KeyError, match="scales"):
+        layout("bfloat16", 8, 8).field("scales")
