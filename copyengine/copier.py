@@ -77,10 +77,11 @@ class Copier:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and unmap all workers' memory; what was not copied gets its flag set to FAILED."""
+        """End the thread, if it was started, and unmap all workers' memory; queries not copied get FAILED flags."""
         self._stopping = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def wake(self) -> None:
         """Poll the rings for at least `spin_us` from now on."""

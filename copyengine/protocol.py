@@ -114,6 +114,7 @@ class StatsReply(Struct, frozen=True, tag=True):
     workers: list[str]
     dropped_frames: int
     asleep: bool  # no ring is being polled at this moment
+    malformed_records: int = 0  # ring records that made no sense; their flags, if readable, were set to failed
 
 
 class Failed(Struct, frozen=True, tag=True):

@@ -1,0 +1,114 @@
+"""Carries out Load: once, in a thread, however many clients ask for it, telling each of them how far it is."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+from copyengine.banks import Banks
+from copyengine.checkpoint.model import expert_nbytes, open_model
+from copyengine.checkpoint.reader import read_experts
+from copyengine.protocol import Load, Loaded, LoadProgress
+from copyengine.wire.errors import ConfigError, RequestRefused
+from kernels.formats import layout
+
+PROGRESS_S = 0.1
+"""Between two progress replies at least."""
+
+
+class BankLoader:
+    """Holds the banks of the one model that this process serves."""
+
+    def __init__(self, run_id: str) -> None:
+        self.banks: Banks | None = None
+        self._run_id = run_id
+        self._request: Load | None = None
+        self._task: asyncio.Task[Loaded] | None = None
+        self._meter = _Meter()
+
+    async def load(self, request: Load, tell: Callable[[LoadProgress], Awaitable[None]]) -> Loaded:
+        """Load, join the load that runs, or say what is loaded.
+
+        `tell` hears of the progress, at most every PROGRESS_S. ConfigError for a checkpoint or a machine that does not
+        allow it, and for another model than the first one; after a failure any model may be tried.
+        """
+        if self._task is None:
+            self._request = request
+            self._meter = _Meter()
+            self._task = asyncio.create_task(self._run(request, self._meter))
+            self._task.add_done_callback(_retrieve)
+        elif request != self._request:
+            assert self._request is not None
+            raise ConfigError(f"this copy engine holds {self._request.model}; start another one for {request.model}")
+        task, meter, told = self._task, self._meter, None
+        while not task.done():
+            await asyncio.wait({task}, timeout=PROGRESS_S)
+            if meter.progress is not None and meter.progress != told:
+                told = meter.progress
+                await tell(told)
+        return task.result()
+
+    async def close(self) -> None:
+        """Stop a load that runs, free the banks."""
+        self._meter.stopping = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        if self.banks is not None:
+            self.banks.close()
+            self.banks = None
+
+    async def _run(self, request: Load, meter: "_Meter") -> Loaded:
+        start = time.monotonic()
+        try:
+            banks, read_nbytes = await asyncio.to_thread(_load, self._run_id, request, meter)
+        except BaseException:
+            self._task = self._request = None
+            raise
+        self.banks = banks
+        load_s = time.monotonic() - start
+        return Loaded(banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, read_nbytes, load_s)
+
+
+class _Meter:
+    """How far the load is. Written by the loading threads, read by the event loop."""
+
+    def __init__(self) -> None:
+        self.progress: LoadProgress | None = None
+        self.stopping = False
+        self._lock = threading.Lock()
+
+    def start(self, phase: str, total_nbytes: int) -> None:
+        """A phase begins."""
+        self.progress = LoadProgress(phase, 0, total_nbytes)
+
+    def add(self, nbytes: int) -> None:
+        """`nbytes` more are done. RequestRefused, which ends the load, if the copy engine is stopping."""
+        if self.stopping:
+            raise RequestRefused("stopping", "the copy engine is stopping")
+        with self._lock:
+            old = self.progress
+            assert old is not None
+            self.progress = LoadProgress(old.phase, old.done_nbytes + nbytes, old.total_nbytes)
+
+
+def _load(run_id: str, request: Load, meter: _Meter) -> tuple[Banks, int]:
+    """The filled banks, and the bytes read from files for them. Runs in a thread."""
+    model = open_model(request.model, request.hf_overrides)
+    moe, layers = model.spec.moe, len(model.spec.moe_layers)
+    if moe is None:
+        return Banks(run_id, 0, 0, 0, meter.add), 0
+    record = layout(request.dtype, model.spec.hidden, moe.intermediate)
+    meter.start("expert banks", layers * moe.experts * record.record_nbytes)
+    banks = Banks(run_id, layers, moe.experts, record.record_nbytes, meter.add)
+    try:
+        meter.start("experts", expert_nbytes(model))
+        return banks, read_experts(model, record, banks.records, meter.add)
+    except BaseException:
+        banks.close()
+        raise
+
+
+def _retrieve(task: asyncio.Task[Loaded]) -> None:
+    """The clients that asked may all be gone: nobody else looks at the failure."""
+    if not task.cancelled():
+        task.exception()

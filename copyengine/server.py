@@ -1,0 +1,128 @@
+"""The copy engine's socket side: loads banks, attaches workers, counts. The copying is the copier's (copier.py)."""
+
+import asyncio
+import secrets
+
+import zmq.asyncio
+
+from copyengine.config import CopyEngineConfig
+from copyengine.copier import Attachment, Copier
+from copyengine.device import CopyDevice, Memory
+from copyengine.device.host import HostCopyDevice
+from copyengine.loading import BankLoader
+from copyengine.protocol import (
+    Attach,
+    Attached,
+    Detach,
+    Done,
+    Failed,
+    Load,
+    Reply,
+    Request,
+    Shutdown,
+    Stats,
+    StatsReply,
+    Wake,
+)
+from copyengine.ring import Limits, RingReader
+from copyengine.wire.errors import PeerDied, RequestRefused, WireError
+from copyengine.wire.rpc import Call, RpcServer
+
+
+class CopyEngineServer:
+    """Serves protocol.Request on one socket. Make, `bind`, `run` and `close` it on one running event loop."""
+
+    def __init__(
+        self, config: CopyEngineConfig, context: zmq.asyncio.Context, device: CopyDevice | None = None
+    ) -> None:
+        self._config = config
+        self._device = device or HostCopyDevice()
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        self._loader = BankLoader(config.run_id or secrets.token_hex(4))
+        self._copier = Copier(self._device, config.background_depth, config.spin_us, self._on_copier_death)
+        self._rpc: RpcServer[Request, Reply] = RpcServer(context, Request, self._handle, Failed)
+
+    def bind(self) -> str:
+        """Bind; the endpoint really bound. ConfigError if it is taken."""
+        return self._rpc.bind(self._config.endpoint)
+
+    async def run(self) -> None:
+        """Serve until Shutdown or `stop`. PeerDied if the copy loop ends by an error."""
+        self._copier.start()
+        serving = asyncio.create_task(self._rpc.serve())
+        try:
+            await self._end
+        finally:
+            serving.cancel()
+
+    async def close(self) -> None:
+        """Close the socket and free all memory, also after a `run` that was cancelled or never began."""
+        await self._rpc.close()
+        self._copier.stop()
+        await self._loader.close()
+
+    def stop(self) -> None:
+        """Make `run` return. From any thread."""
+        self._loop.call_soon_threadsafe(self._finish, None)
+
+    async def _handle(self, call: Call[Request, Reply]) -> Reply:
+        match call.request:
+            case Load() as load:
+                return await self._loader.load(load, call.progress)
+            case Attach() as attach:
+                await asyncio.wrap_future(self._copier.attach(self._open(attach)))
+                return Attached()
+            case Wake():
+                self._copier.wake()
+                return Done()
+            case Stats():
+                return self._stats()
+            case Detach(worker=worker):
+                await asyncio.wrap_future(self._copier.detach(worker))
+                return Done()
+            case Shutdown():
+                self._loop.call_soon(self._finish, None)
+                return Done()
+
+    def _open(self, attach: Attach) -> Attachment:
+        """The worker's memory, mapped and checked."""
+        banks = self._loader.banks
+        if banks is None or not banks.layers:
+            raise RequestRefused("not_loaded", "there are no expert banks; send Load of an MoE model first")
+        opened: list[Memory] = []
+        try:
+            for handle in (attach.pool, attach.flags, attach.ring):
+                opened.append(self._device.open(handle))
+            if attach.pool.nbytes < attach.pool_slots * banks.record_nbytes:
+                raise WireError(f"{attach.pool_slots} slots of {banks.record_nbytes} bytes in {attach.pool.nbytes}")
+            pool, flags, ring = opened
+            limits = Limits(banks.layers, banks.experts, attach.pool_slots, attach.flags.nbytes // 4)
+            reader = RingReader(ring.array, limits)
+        except BaseException:
+            for memory in opened:
+                memory.close()
+            raise
+        return Attachment(attach.worker, banks.runs, banks.record_nbytes, pool, flags, ring, reader)
+
+    def _stats(self) -> StatsReply:
+        stats = self._copier.stats()
+        return StatsReply(
+            **stats.counters,
+            bank_nbytes=self._loader.banks.nbytes if self._loader.banks else 0,
+            workers=stats.workers,
+            dropped_frames=self._rpc.dropped_frames,
+            asleep=stats.asleep,
+            malformed_records=stats.malformed_records,
+        )
+
+    def _on_copier_death(self) -> None:
+        self._loop.call_soon_threadsafe(self._finish, PeerDied("the copy loop failed; see the log"))
+
+    def _finish(self, error: PeerDied | None) -> None:
+        if self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)

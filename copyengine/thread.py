@@ -1,0 +1,79 @@
+"""The copy engine as a thread of the worker process, over inproc://: where no other process can map the pool."""
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import zmq.asyncio
+from msgspec.structs import replace
+
+from copyengine.config import CopyEngineConfig
+from copyengine.server import CopyEngineServer
+from copyengine.wire.errors import PeerDied
+from copyengine.wire.loop import run
+
+log = logging.getLogger(__name__)
+
+
+class CopyEngineThread:
+    """A CopyEngineServer with a thread and an event loop of its own. Usable as a context manager."""
+
+    def __init__(
+        self, config: CopyEngineConfig, context: zmq.asyncio.Context, on_death: Callable[[], None] = lambda: None
+    ) -> None:
+        """`config.endpoint` is replaced by an inproc one of `context`, whose clients alone can reach it.
+
+        `on_death` is called from the thread if the server ends by an error: inproc has no broken connections.
+        """
+        self.endpoint = f"inproc://copyengine-{secrets.token_hex(4)}"
+        self._config = replace(config, endpoint=self.endpoint)
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context.shadow(context)
+        self._on_death = on_death
+        self._server: CopyEngineServer | None = None
+        self._bound = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="copyengine", daemon=True)
+
+    def start(self) -> str:
+        """Start the thread; the endpoint, which is bound. PeerDied if it could not be."""
+        self._thread.start()
+        self._bound.wait()
+        if self._server is None:
+            raise PeerDied("the copy engine's thread did not start; see the log")
+        return self.endpoint
+
+    def stop(self) -> None:
+        """End the server and free its memory; clients must be closed before the context is."""
+        if self._server is not None and self._thread.is_alive():
+            self._server.stop()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            run(self._serve(), self._config.event_loop)
+        except Exception:
+            log.exception("the copy engine's thread failed")
+            self._on_death()
+        finally:
+            self._bound.set()
+
+    async def _serve(self) -> None:
+        server = CopyEngineServer(self._config, self._context)
+        try:
+            server.bind()
+            self._server = server
+            self._bound.set()
+            await server.run()
+        finally:
+            await server.close()
