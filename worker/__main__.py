@@ -1,0 +1,76 @@
+"""`python -m worker`: listens, brings torch in, loads when the scheduler asks for it, then runs its steps."""
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+
+import zmq.asyncio
+
+from copyengine.device.host import reclaim_stale
+from copyengine.wire import cli
+from copyengine.wire.errors import ConfigError
+from copyengine.wire.lifecycle import Listening, Ready, announce
+from copyengine.wire.logs import configure_logging
+from copyengine.wire.loop import resolve
+from copyengine.wire.process import refuse, run_process
+from worker.config import WorkerConfig
+from worker.copy_engine_link import CopyEngineLink
+from worker.load import EngineLoader
+from worker.server import WorkerServer
+
+STOP_STEP_S = 2.0
+"""Seconds that a running step has to end when the process stops; then the process ends without it."""
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Serve until Shutdown; cancelling it stops at once. ConfigError if the start is refused."""
+    if config.device == "cuda":
+        raise ConfigError("--device cuda: the CUDA data plane is not in this version; use --device cpu or auto")
+    run_id = config.run_id or secrets.token_hex(4)
+    context = zmq.asyncio.Context()
+    link = CopyEngineLink(context, config, run_id)
+    loader = EngineLoader(config, run_id, link)
+    server = WorkerServer(context, loader)
+    try:
+        endpoint = server.bind(config.endpoint)
+        announce(Listening(endpoint))
+        reclaim_stale()
+        await server.compute.run(lambda: bring_torch(config.threads))
+        facts = {"endpoint": endpoint, "name": config.name, "copy_engine": link.kind}
+        announce(Ready({**facts, "device": "cpu", "event_loop": resolve(config.event_loop)}))
+        await server.serve()
+    finally:
+        loader.close()
+        await server.close()
+        await link.close()
+        if not await server.compute.idle(STOP_STEP_S):
+            logging.getLogger(__name__).warning("ending in the middle of a step")
+            logging.shutdown()
+            os._exit(0)
+        context.term()
+
+
+def bring_torch(threads: int) -> None:
+    """Import what computes, on the thread that will; torch keeps its number of threads per calling thread."""
+    import torch
+
+    import worker.engine  # noqa: F401
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    try:
+        config = cli.parse(WorkerConfig, argv, "python -m worker")
+    except ConfigError as error:
+        return refuse(error)
+    configure_logging(config.log_level, config.name)
+    return run_process(lambda _: serve(config), config.event_loop, config.parent_pipe)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

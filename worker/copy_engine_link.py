@@ -1,0 +1,67 @@
+"""The worker's copy engine: a process of its own, or a thread of this one."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Literal
+
+import zmq.asyncio
+
+from copyengine.client import CopyEngineClient
+from copyengine.config import CopyEngineConfig
+from copyengine.protocol import Attach, Dtype, Loaded, LoadProgress
+from copyengine.thread import CopyEngineThread
+from copyengine.wire.errors import SlotstreamError
+from worker.config import WorkerConfig
+
+DETACH_S = 1.0
+"""Seconds that a farewell may take."""
+
+
+class CopyEngineLink:
+    """Connects on creation. `lost` is set once the copy engine is gone."""
+
+    def __init__(self, context: zmq.asyncio.Context, config: WorkerConfig, run_id: str) -> None:
+        self.kind: Literal["process", "thread"] = "process" if config.copy_engine else "thread"
+        self._worker = config.name
+        self._attached = False
+        self._thread: CopyEngineThread | None = None
+        endpoint = config.copy_engine
+        thread_death = asyncio.Event()
+        if not endpoint:
+            loop = asyncio.get_running_loop()
+            own = CopyEngineConfig(run_id=run_id, event_loop=config.event_loop, log_level=config.log_level)
+            self._thread = CopyEngineThread(own, context, lambda: _set(loop, thread_death))
+            endpoint = self._thread.start()
+        self._client = CopyEngineClient(context, endpoint)
+        self.lost = thread_death if self._thread else self._client.lost
+
+    async def load(
+        self, model: str, dtype: Dtype, hf_overrides: str, on_progress: Callable[[LoadProgress], None]
+    ) -> Loaded:
+        """Have the banks filled. Raises as CopyEngineClient.load does."""
+        return await self._client.load(model, dtype, hf_overrides, on_progress=on_progress)
+
+    async def attach(self, request: Attach) -> None:
+        """Have this worker's ring served."""
+        await self._client.attach(request)
+        self._attached = True
+
+    async def wake(self) -> None:
+        """A step is about to ring while the copy engine sleeps."""
+        await self._client.wake(self._worker)
+
+    async def close(self) -> None:
+        """Part from the copy engine; a thread ends."""
+        if self._attached and not self.lost.is_set():
+            with contextlib.suppress(SlotstreamError, TimeoutError):
+                async with asyncio.timeout(DETACH_S):
+                    await self._client.detach(self._worker)
+        await self._client.close()
+        if self._thread:
+            self._thread.stop()
+
+
+def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,108 @@
+"""From a Load to a running engine: the copy engine fills its banks, this process its dense weights, then they attach.
+
+No torch at import: a worker listens before it brings torch in.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
+
+from copyengine.protocol import LoadProgress as BankProgress
+from copyengine.wire.errors import ConfigError, PeerError
+from worker.compute import ComputeThread
+from worker.config import WorkerConfig
+from worker.copy_engine_link import CopyEngineLink
+from worker.protocol import Load, LoadProgress
+
+if TYPE_CHECKING:
+    from worker.engine import Engine, Prepared
+    from worker.slots import ExpertSlots
+
+OnProgress = Callable[[LoadProgress], None]
+log = logging.getLogger(__name__)
+
+
+class EngineLoader:
+    """Loads the one engine of this process: a worker.server.Loader."""
+
+    def __init__(self, config: WorkerConfig, run_id: str, link: CopyEngineLink) -> None:
+        self._config = config
+        self._run_id = run_id
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, load: Load, compute: ComputeThread, on_progress: OnProgress) -> "Engine":
+        """The loaded engine. ConfigError, PeerDied or PeerTimeout if it cannot be; nothing is left behind then."""
+        from worker import engine
+
+        start_s = time.monotonic()
+        prepared = await compute.run(lambda: engine.prepare(load))
+        bank_nbytes = await self._fill_banks(load, prepared, on_progress)
+        slots = await compute.run(lambda: engine.make_slots(prepared, self._config.name, self._run_id, self._wake))
+        try:
+            runner, kv = await compute.run(
+                lambda: engine.build_runner(prepared, load, slots, self._from_thread(on_progress))
+            )
+            await self._attach(slots)
+        except BaseException:
+            if slots is not None:
+                slots.close()
+            raise
+        load_s = time.monotonic() - start_s
+        facts = engine.facts_of(prepared, kv, slots, bank_nbytes, self._link.kind, load_s)
+        return engine.Engine(facts, runner, slots)
+
+    def close(self) -> None:
+        """Stop watching the copy engine."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _fill_banks(self, load: Load, prepared: "Prepared", on_progress: OnProgress) -> int:
+        """Bytes of the copy engine's banks, once they are filled."""
+
+        def relay(progress: BankProgress) -> None:
+            on_progress(LoadProgress(progress.phase, progress.done_nbytes, progress.total_nbytes))
+
+        banks = await self._link.load(load.model, prepared.dtype, load.hf_overrides, relay)
+        expected = prepared.record.record_nbytes if prepared.record else 0
+        if banks.record_nbytes != expected:
+            raise ConfigError(f"the copy engine's expert records have {banks.record_nbytes} bytes, not {expected}")
+        return banks.bank_nbytes
+
+    async def _attach(self, slots: "ExpertSlots | None") -> None:
+        """Have the slots served, and released if the copy engine dies. Nothing to do for a dense model."""
+        if slots is not None:
+            await self._link.attach(slots.attach_request)
+            self._spawn(self._release_on_death(slots))
+
+    async def _release_on_death(self, slots: "ExpertSlots") -> None:
+        await self._link.lost.wait()
+        log.error("the copy engine is gone; steps fail from now on")
+        slots.release("the copy engine is gone: its connection closed")
+
+    def _wake(self) -> None:
+        """Called by a step, on its thread, when the copy engine sleeps."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+            self._loop.call_soon_threadsafe(lambda: self._spawn(self._send_wake()))
+
+    async def _send_wake(self) -> None:
+        try:
+            await self._link.wake()
+        except PeerError as error:  # the watch notices its death, the step's own deadline its silence
+            log.warning("could not wake the copy engine: %s", error)
+
+    def _from_thread(self, on_progress: OnProgress) -> OnProgress:
+        def tell(progress: LoadProgress) -> None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(on_progress, progress)
+
+        return tell
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,178 @@
+"""The worker's socket side: loads once, runs steps in order, stays answerable while the model computes. No torch."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import zmq.asyncio
+
+from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused
+from copyengine.wire.rpc import Call, RpcServer
+from worker import protocol
+from worker.compute import ComputeThread
+from worker.protocol import (
+    Done,
+    ExpertStats,
+    Failed,
+    Load,
+    Loaded,
+    LoadProgress,
+    Mode,
+    Release,
+    RunStep,
+    Shutdown,
+    Stats,
+    StatsReply,
+    StepDone,
+)
+
+REPLY_GRACE_S = 0.1
+"""Seconds between the reply to Shutdown and the end, so that the reply gets out."""
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """A loaded model. `run` is called on the compute thread, the rest on the event loop's."""
+
+    @property
+    def facts(self) -> Loaded:
+        """What was really allocated."""
+        ...
+
+    def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
+        """Run one step. A SlotstreamError ends this step only."""
+        ...
+
+    def stats(self) -> dict[Mode, ExpertStats]:
+        """Counters since the start."""
+        ...
+
+    def resident(self) -> int:
+        """Slots that hold an expert."""
+        ...
+
+    def release(self, why: str) -> None:
+        """End every wait for copies; steps fail with PeerDied(why) from now on."""
+        ...
+
+    def close(self) -> None:
+        """Free shared memory."""
+        ...
+
+
+OnProgress = Callable[[LoadProgress], None]
+Loader = Callable[[Load, ComputeThread, OnProgress], Awaitable[Engine]]
+
+
+class WorkerServer:
+    """Serves protocol.Request. Sequences are the scheduler's: a scheduler that disconnects changes nothing here."""
+
+    def __init__(self, context: zmq.asyncio.Context, loader: Loader) -> None:
+        self._stopping = asyncio.Event()
+        self.compute = ComputeThread()
+        self.engine: Engine | None = None
+        self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
+            context, protocol.Request, self._handle, Failed
+        )
+        self._loader = loader
+        self._asked: Load | None = None
+        self._loading: asyncio.Task[Engine] | None = None
+        self._watchers: set[asyncio.Queue[LoadProgress]] = set()
+
+    def bind(self, endpoint: str) -> str:
+        """Bind; the endpoint really bound. ConfigError if it is taken."""
+        return self._rpc.bind(endpoint)
+
+    async def serve(self) -> None:
+        """Take requests until Shutdown or until cancelled."""
+        serving = asyncio.create_task(self._rpc.serve())
+        try:
+            await self._stopping.wait()
+        finally:
+            serving.cancel()
+
+    async def close(self) -> None:
+        """Stop serving; frees shared memory. A step that runs fails at its next wait for a copy."""
+        if self.engine is not None:
+            self.engine.release("the worker is stopping")
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+        await self._rpc.close()
+        if self.engine is not None:
+            self.engine.close()
+
+    async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
+        match call.request:
+            case Load() as load:
+                return await self._load(call, load)
+            case RunStep() as step:
+                return await self._run(self._loaded(), step)
+            case Release():
+                return Done()  # no family so far keeps anything for a sequence but its KV pages
+            case Stats():
+                return self._stats(self._loaded())
+            case Shutdown():
+                asyncio.get_running_loop().call_later(REPLY_GRACE_S, self._stopping.set)
+                return Done()
+
+    async def _load(self, call: Call[protocol.Request, protocol.Reply], load: Load) -> Loaded:
+        """Load, or join the same load, or say what is loaded. ConfigError for another one."""
+        if self._loading is None:
+            self._asked = load
+            self._loading = asyncio.create_task(self._run_loader(load))
+        elif load != self._asked:
+            raise ConfigError("this worker has another model or other sizes loaded; start it anew for this Load")
+        watcher: asyncio.Queue[LoadProgress] = asyncio.Queue()
+        self._watchers.add(watcher)
+        relay = asyncio.create_task(_relay(call, watcher))
+        try:
+            engine = await asyncio.shield(self._loading)
+        finally:
+            self._watchers.discard(watcher)
+            relay.cancel()
+        return engine.facts
+
+    async def _run_loader(self, load: Load) -> Engine:
+        def tell(progress: LoadProgress) -> None:
+            for watcher in self._watchers:
+                watcher.put_nowait(progress)
+
+        try:
+            self.engine = await self._loader(load, self.compute, tell)
+        except BaseException:
+            self._loading = self._asked = None  # a Load after this one may try again
+            raise
+        return self.engine
+
+    async def _run(self, engine: Engine, step: RunStep) -> StepDone:
+        start_s = time.perf_counter()
+        tokens, stats = await self.compute.run(lambda: engine.run(step))
+        return StepDone(tokens, stats, time.perf_counter() - start_s)
+
+    def _loaded(self) -> Engine:
+        if self.engine is None:
+            raise RequestRefused("not_loaded", "send Load first")
+        return self.engine
+
+    def _stats(self, engine: Engine) -> StatsReply:
+        counters = engine.stats()
+        return StatsReply(
+            decode=counters["decode"],
+            demand=counters["demand"],
+            streamed=counters["streamed"],
+            slots=engine.facts.slots,
+            resident=engine.resident(),
+            dropped_frames=self._rpc.dropped_frames,
+        )
+
+
+async def _relay(call: Call[protocol.Request, protocol.Reply], watcher: asyncio.Queue[LoadProgress]) -> None:
+    try:
+        while True:
+            await call.progress(await watcher.get())
+    except PeerDied:
+        log.info("the scheduler that asked for the load is gone; loading goes on")
