@@ -89,7 +89,7 @@ def test_every_row_and_every_sum_is_that_of_float64(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 96, 97, 200])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 32), (100, 36), (33, 7)])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 32), (100, 36), (33, 7), (256, 128)])
 def test_rows_are_the_same_bits_whatever_slot_pool_and_group(
     dtype: str, tokens: int, hidden: int, intermediate: int
 ) -> None:

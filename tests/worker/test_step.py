@@ -9,6 +9,7 @@ import torch
 from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from copyengine.wire.errors import ConfigError, CopyFailed, RequestRefused
 from kernels.formats import layout
+from tests.worker.random_weights import random_weights
 from tests.worker.resident_experts import CPU, ResidentExperts, ResidentGroup
 from worker.kv import KvCache
 from worker.model import build_model
@@ -32,27 +33,6 @@ class FailingExperts(ResidentExperts):
                 self.fail = False
                 raise CopyFailed("the disk is on fire")
             yield group
-
-
-def random_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Weights of a model of MoE layers without biases."""
-    generator = torch.Generator().manual_seed(4)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 0.3
-
-    hidden = spec.hidden
-    weights = {"embed": normal(spec.vocab_size, hidden), "final_norm": torch.ones(hidden)}
-    for i, layer in enumerate(spec.layers):
-        gqa = layer.attention
-        heads, kv_heads, dim = gqa.heads * gqa.head_dim, gqa.kv_heads * gqa.head_dim, gqa.head_dim
-        shapes = {"q": (heads, hidden), "k": (kv_heads, hidden), "v": (kv_heads, hidden), "o": (hidden, heads)}
-        weights |= {f"layers.{i}.attention.{name}": normal(*shape) for name, shape in shapes.items()}
-        weights |= {f"layers.{i}.attention.{name}_norm": torch.ones(dim) for name in "qk"}
-        weights |= {f"layers.{i}.{name}_norm": torch.ones(hidden) for name in ("input", "ffn")}
-        assert isinstance(layer.ffn, MoeSpec)
-        weights[f"layers.{i}.router"] = normal(layer.ffn.experts, hidden)
-    return weights
 
 
 def small_spec() -> ModelSpec:
@@ -216,14 +196,9 @@ def test_a_dense_model_needs_no_slots() -> None:
     """Against the protocol: its steps count, its expert traffic is nothing."""
     moe = small_spec()
     layer = LayerSpec(moe.layers[0].attention, DenseSpec(16))
-    weights = random_weights(moe)
-    for i in range(2):
-        del weights[f"layers.{i}.router"]
-        weights |= {f"layers.{i}.ffn.{name}": torch.ones(16, 32) for name in ("gate", "up")}
-        weights[f"layers.{i}.ffn.down"] = torch.ones(32, 16)
     spec = msgspec.structs.replace(moe, architecture="Qwen3ForCausalLM", layers=(layer, layer))
     kv = KvCache(spec, 2, PAGE_TOKENS, torch.float32, CPU)
-    dense = StepRunner(spec, build_model(spec, weights, kv, None), kv, None)
+    dense = StepRunner(spec, build_model(spec, random_weights(spec), kv, None), kv, None)
     result = dense.run(RunStep("demand", [SequenceStep(0, [1, 2, 3], 0, [0], GREEDY)]))
     assert result.stats == ExpertStats(steps=1) and 0 <= result.tokens[0] < 50
 

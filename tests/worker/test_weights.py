@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from copyengine.checkpoint.model import dense_nbytes, open_model
@@ -69,7 +70,7 @@ def test_a_checkpoint_comes_back_in_the_asked_type(dtype: Dtype, tmp_path: Path)
 def test_to_tensor_copies_the_values_into_aligned_memory(dtype: type, shape: tuple[int, ...]) -> None:
     """Round trip through float32, from an array that is read-only and starts on an odd element."""
     values = np.random.default_rng(0).standard_normal(int(np.prod(shape)) + 1)
-    array = values.astype(dtype)[1:].reshape(shape)
+    array: NDArray[np.generic] = values.astype(dtype)[1:].reshape(shape)
     array.flags.writeable = False
     tensor = to_tensor(array, CPU)
     assert tuple(tensor.shape) == shape and tensor.data_ptr() % 64 == 0
