@@ -80,9 +80,12 @@ def watch_parent(on_command: Callable[[Literal["drain", "stop"]], None]) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        for line in sys.stdin.buffer:
-            if line.strip() == b"drain":
-                on_command("drain")
+        stdin, unread = sys.stdin.fileno(), b""
+        while data := os.read(stdin, 4096):  # not sys.stdin.buffer: an exit while a thread is inside it aborts Python
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                if line.strip() == b"drain":
+                    on_command("drain")
         on_command("stop")
         threading.Event().wait(STOP_GRACE_S)
         os._exit(1)
