@@ -40,16 +40,16 @@ def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, u:
     wide = logits.to(torch.float64)
     scaled = (wide - wide.max()) / temperature  # the largest becomes 0: a tiny temperature cannot overflow
     if top_k == 0 and top_p == 1.0:
-        return _inverse_cdf(torch.softmax(scaled, dim=0), u)
+        return inverse_cdf(torch.softmax(scaled, dim=0), u)
     ordered, ids = torch.sort(scaled, descending=True, stable=True)
     if top_k:
         ordered = ordered[:top_k]
     probabilities = torch.softmax(ordered, dim=0)
     reached = int(torch.searchsorted(probabilities.cumsum(0), top_p))
-    return ids[_inverse_cdf(probabilities[: reached + 1], u)]
+    return ids[inverse_cdf(probabilities[: reached + 1], u)]
 
 
-def _inverse_cdf(probabilities: torch.Tensor, u: float) -> torch.Tensor:
+def inverse_cdf(probabilities: torch.Tensor, u: float) -> torch.Tensor:
     """The first index whose cumulative mass exceeds u times the whole."""
     mass = probabilities.cumsum(0)
     last_possible = torch.searchsorted(mass, mass[-1])  # u * mass[-1] may round up to mass[-1]

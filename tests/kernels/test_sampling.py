@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.sampling import RowSampling, sample
-from kernels.sampling.ref import uniform
+from kernels.sampling.ref import inverse_cdf, uniform
 
 DRAWS = 4000
 
@@ -147,6 +147,14 @@ def test_draws_of_neighbouring_seeds_and_positions_are_uniform() -> None:
     counts = torch.histc(draws, bins=20, min=0, max=1)
     assert len(set(draws.tolist())) == 10000
     assert ((counts - 500) ** 2 / 500).sum() < 19 + 5 * math.sqrt(38)
+
+
+def test_the_ends_of_the_unit_interval_draw_nothing_impossible() -> None:
+    """Against the support, for the smallest and the largest draw there is."""
+    probabilities = torch.tensor([0.0, 0.1, 0.2, 0.7, 0.0], dtype=torch.float64)
+    assert int(inverse_cdf(probabilities, 0.0)) == 1
+    assert int(inverse_cdf(probabilities, 1 - 2**-53)) == 3
+    assert int(inverse_cdf(probabilities * 3e-300, 1 - 2**-53)) == 3
 
 
 def test_no_rows() -> None:
