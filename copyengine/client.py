@@ -1,6 +1,7 @@
 """One method per operation of the copy engine."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -24,7 +25,7 @@ from copyengine.protocol import (
     StatsReply,
     Wake,
 )
-from copyengine.wire.errors import WireError, from_code
+from copyengine.wire.errors import PeerDied, WireError, from_code
 from copyengine.wire.rpc import RpcClient
 
 ANSWER_S = 10.0
@@ -87,8 +88,9 @@ class CopyEngineClient:
         await self._done(Detach(worker))
 
     async def shutdown(self) -> None:
-        """End it."""
-        await self._done(Shutdown())
+        """End it. That it is gone is as good an answer as its reply."""
+        with contextlib.suppress(PeerDied):
+            await self._done(Shutdown())
 
     async def close(self) -> None:
         """Close the connection; the copy engine goes on."""

@@ -9,6 +9,8 @@ the sender learn of it, by a Failed("wire").
 import asyncio
 import itertools
 import logging
+import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +26,11 @@ Rep = TypeVar("Rep")
 log = logging.getLogger(__name__)
 
 CALL_NBYTES = 8
+REPLY_GRACE_S = 0.2
+"""From the last reply to the closing of the server's socket at least: a client drops what it has not read by then."""
+
+LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)$")
+
 SEND_QUEUE_FRAMES = 1000
 """Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.progress` raises PeerDied."""
 
@@ -61,6 +68,7 @@ class RpcServer(Generic[Req, Rep]):
         self._handler = handler
         self._failed = failed
         self._tasks: set[asyncio.Task[None]] = set()
+        self._last_reply_s = -REPLY_GRACE_S
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -68,7 +76,9 @@ class RpcServer(Generic[Req, Rep]):
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
 
     def bind(self, endpoint: str) -> str:
-        """Bind; the endpoint really bound (port 0 picks a free one). ConfigError if the port is taken."""
+        """Bind; the endpoint really bound (port 0 picks a free one). ConfigError if it is not loopback, or taken."""
+        if not LOOPBACK.match(endpoint):
+            raise ConfigError(f"cannot listen on {endpoint}: only loopback is served, as tcp://127.0.0.1:PORT")
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -88,11 +98,18 @@ class RpcServer(Generic[Req, Rep]):
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel what is being served and close the socket; replies already sent are still delivered."""
+        """Cancel what is being served and close the socket; replies already sent are still delivered.
+
+        libzmq drops what a client with ZMQ_IMMEDIATE has received but not read when the connection closes, so the last
+        reply is given REPLY_GRACE_S.
+        """
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(self._last_reply_s + REPLY_GRACE_S - time.monotonic())
+        finally:
+            self._socket.close()
 
     async def _answer(self, peer: bytes, number: bytes, body: bytes) -> None:
         try:
@@ -113,11 +130,19 @@ class RpcServer(Generic[Req, Rep]):
 
     async def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
         try:
-            await self._socket.send_multipart([peer, number, self._codec.encode(reply)], flags=zmq.DONTWAIT)
+            await self._socket.send_multipart([peer, number, self._encode(reply)], flags=zmq.DONTWAIT)
+            self._last_reply_s = time.monotonic()
         except zmq.Again:
             raise PeerDied(f"the client does not read its replies ({SEND_QUEUE_FRAMES} waiting)") from None
         except zmq.ZMQError as error:
             raise PeerDied(f"the client is gone: {error.strerror}") from None
+
+    def _encode(self, reply: Rep) -> bytes:
+        try:
+            return self._codec.encode(reply)
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # an int over 64 bits, a lone surrogate
+            log.exception("a reply cannot be encoded")
+            return self._codec.encode(self._failed("internal", f"the reply cannot be encoded: {type(error).__name__}"))
 
 
 class RpcClient(Generic[Req, Rep]):
@@ -143,12 +168,8 @@ class RpcClient(Generic[Req, Rep]):
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def call(self, request: Req, deadline_s: float) -> Rep:
-        """The final reply. PeerTimeout if nothing comes for `deadline_s` (progress renews it), PeerDied if the server dies."""
-        reply = None
-        async for reply in self.stream(request, deadline_s):
-            pass
-        assert reply is not None
-        return reply
+        """The final reply. PeerTimeout after `deadline_s` without progress, PeerDied if the server dies."""
+        return [reply async for reply in self.stream(request, deadline_s)][-1]
 
     async def stream(self, request: Req, deadline_s: float) -> AsyncGenerator[Rep, None]:
         """Every reply, the final one last. Raises as `call` does."""
