@@ -1,0 +1,150 @@
+"""The client command as a process of its own, against a scheduler with made-up workers.
+
+What it prints is checked against the tokenizer's one-shot decoding and against what the worker was sent.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from scheduler.client_cli import figures, parser, sampling_of
+from scheduler.protocol import Finished, Sampling, Timing, Usage
+from tests.scheduler.rig import engine, expected, on_loop
+
+COMMAND = [sys.executable, "-m", "scheduler.client"]
+
+
+async def ask(endpoint: str, *flags: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    argv = [*COMMAND, "--endpoint", endpoint, *flags]
+    return await asyncio.to_thread(
+        subprocess.run, argv, input=stdin, capture_output=True, text=True, timeout=15, encoding="utf-8"
+    )
+
+
+def wanted(model: Path, prompt: str, count: int) -> str:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = expected(tokenizer.encode(prompt).ids, count, tokenizer.get_vocab_size())
+    return str(tokenizer.decode(ids))
+
+
+def test_a_prompt_streams_its_text_and_ends_with_a_line_of_figures(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with engine(model) as rig:
+            flags = ["--max-tokens", "9", "--ignore-eos", "--event-loop", event_loop]
+            for done in (
+                await ask(rig.endpoint, "a fox", *flags),
+                await ask(rig.endpoint, *flags, stdin="a fox"),
+            ):
+                assert (done.returncode, done.stderr) == (0, "")
+                text, line, rest = done.stdout.rsplit("\n", 2)
+                assert text == wanted(model, "a fox", 9)
+                assert "9 new tokens" in line and "chunks: 1 demand, 0 streamed" in line
+                assert rest == ""
+
+    on_loop(event_loop, main)
+
+
+def test_json_is_one_object_per_event(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as rig:
+            done = await ask(rig.endpoint, "a fox", "--json", "--max-tokens", "5", "--ignore-eos", "--stop", "zzz")
+            *pieces, last = [json.loads(line) for line in done.stdout.splitlines()]
+            assert {piece["type"] for piece in pieces} == {"Tokens"}
+            assert "".join(piece["text"] for piece in pieces) == wanted(model, "a fox", 5)
+            assert (last["type"], last["reason"], last["usage"]["new_tokens"]) == ("Finished", "length", 5)
+
+    on_loop("selector", main)
+
+
+def test_no_engine_is_one_clear_line_within_seconds() -> None:
+    start_s = time.monotonic()
+    done = subprocess.run(
+        [*COMMAND, "--endpoint", "tcp://127.0.0.1:9", "hi"], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no engine answers at tcp://127.0.0.1:9")
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - start_s < 10
+
+
+def test_a_refused_request_is_one_line(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as rig:
+            done = await ask(rig.endpoint, "a fox", "--top-p", "7")
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr == "error: invalid_request: top_p 7.0 must be in (0, 1]\n"
+
+    on_loop("selector", main)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_chat_on_a_terminal_survives_an_interrupted_answer(model: Path, event_loop: str) -> None:
+    import pty
+
+    def chat(endpoint: str) -> tuple[str, str, int]:
+        terminal, inner = pty.openpty()
+        argv = [*COMMAND, "--endpoint", endpoint, "--max-tokens", "3000", "--ignore-eos", "--event-loop", event_loop]
+        with subprocess.Popen(argv, stdin=inner, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            os.close(inner)
+            os.write(terminal, b"hello\n")
+            assert process.stdout is not None and process.stderr is not None
+            seen = process.stdout.read(40)
+            process.send_signal(signal.SIGINT)
+            os.write(terminal, b"again\n")
+            while b"[interrupted]" not in seen:
+                seen += process.stdout.read(1)
+            before = len(seen)
+            seen += process.stdout.read(40)
+            process.send_signal(signal.SIGINT)
+            os.write(terminal, b"/exit\n")
+            seen += process.stdout.read()
+            os.close(terminal)
+            return seen[before:].decode(errors="replace"), process.stderr.read().decode(), process.wait(10)
+
+    async def main() -> None:
+        async with engine(model) as rig:
+            rig.worker.step_s = 0.005
+            after, errors, code = await asyncio.to_thread(chat, rig.endpoint)
+            assert (errors, code) == ("", 0)
+            assert "[interrupted]" in after
+            await rig.settled()
+            async with rig.client() as client:
+                assert (await client.stats()).aborted == 2
+            prompts = [s.tokens for step in rig.worker.steps for s in step.sequences if s.start == 0]
+            tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+            texts = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in prompts]
+            assert texts == ["<|user|>hello", "<|user|>again"], "an interrupted turn is forgotten"
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sampling"),
+    [
+        ([], Sampling()),
+        (
+            ["--max-tokens=3", "--temperature=.5", "--top-p=.9", "--top-k=4", "--seed=5", "--stop=a", "--stop=b"],
+            Sampling(0.5, 0.9, 4, 5, 3, ["a", "b"]),
+        ),
+        (["--ignore-eos"], Sampling(ignore_eos=True)),
+    ],
+)
+def test_flags_state_the_sampling(flags: list[str], sampling: Sampling) -> None:
+    assert sampling_of(parser().parse_args(flags)) == sampling
+
+
+def test_the_line_of_figures() -> None:
+    finished = Finished("length", Usage(7, 32, 0, 1, 2, 30, 40, 5000), Timing(0.1, 0.25, 0.0123, 1.0))
+    assert figures(finished) == (
+        "[length] 7 prompt + 32 new tokens, 0 cached; TTFT 0.250 s, TPOT 12.3 ms; "
+        "chunks: 1 demand, 2 streamed; experts: 30 hit, 40 missed, 5000 bytes copied"
+    )

@@ -1,0 +1,84 @@
+"""Token-by-token text against the tokenizer's one-shot decoding, for three kinds of decoder."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from scheduler.detokenize import Detokenizer
+from tests.scheduler.rig import CORPUS, train_tokenizer
+
+FAMILY = "👨‍👩‍👧‍👦"
+DIFFICULT = st.sampled_from([*"aé 日🦊\u200d\ufe0f\ufffd \n", "👩\u200d🚀", FAMILY])
+TEXTS = st.lists(st.one_of(st.characters(codec="utf-8"), DIFFICULT), max_size=30).map("".join)
+
+
+def metaspace() -> Tokenizer:
+    """SentencePiece-like: a leading space is dropped, unknown characters fall back to byte tokens."""
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b", "▁the", "é", "日"]
+    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return tokenizer
+
+
+def wordpiece() -> Tokenizer:
+    pieces = ["[UNK]", "[CLS]", "the", "##s", "fox", ".", "'", "##é", "日", ","]
+    tokenizer = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    tokenizer.add_special_tokens([AddedToken("[CLS]", special=True)])
+    return tokenizer
+
+
+TOKENIZERS = {"byte-level": train_tokenizer(CORPUS), "metaspace": metaspace(), "wordpiece": wordpiece()}
+
+
+def in_pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    special = frozenset(t for t, entry in tokenizer.get_added_tokens_decoder().items() if entry.special)
+    detokenizer = Detokenizer(tokenizer, special)
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS)
+def test_a_text_comes_back_in_whole_characters(text: str) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    pieces = in_pieces(tokenizer, tokenizer.encode(text).ids)
+    assert "".join(pieces) == text
+    assert all(piece in text for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_any_tokens_at_all_read_as_the_one_shot_decoding(kind: str, data: st.DataObject) -> None:
+    """Random tokens: unfinished characters, stray continuation bytes, special and unknown tokens."""
+    tokenizer = TOKENIZERS[kind]
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 3), max_size=25))
+    assert "".join(in_pieces(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("text", [" a", "a b", "naïve", "日本語", FAMILY, "🦊" * 40, "\n\n ", "e\u0301"])
+def test_known_difficult_texts(text: str) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    assert "".join(in_pieces(tokenizer, tokenizer.encode(text).ids)) == text
+
+
+def test_an_unfinished_character_waits_and_shows_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    tokens = tokenizer.encode("a\U0001f9ff").ids  # not in the corpus: one token a byte
+    pieces = in_pieces(tokenizer, tokens[:-1])
+    assert pieces[0] == "a"
+    assert set(pieces[1:-1]) == {""}
+    assert pieces[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129])
+def test_the_window_does_not_grow_with_the_answer(count: int) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    detokenizer = Detokenizer(tokenizer, frozenset())
+    for token in tokenizer.encode("a" * count).ids:
+        detokenizer.push(token)
+        assert len(detokenizer._window) <= 2

@@ -1,0 +1,77 @@
+"""One request's text and ending against the one-shot decoding cut by a search in the whole text."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.detokenize import Detokenizer
+from scheduler.request import Ending, Request
+from tests.scheduler.rig import CORPUS, train_tokenizer
+from tests.scheduler.test_stopping import first_match
+from worker.protocol import ExpertStats, Sampling
+
+TOKENIZER = train_tokenizer(CORPUS)
+END = 1
+
+
+def answer(tokens: list[int], ending: Ending) -> tuple[str, list[int], str | None]:
+    """Text, token ids and reason when the model draws `tokens` one after the other."""
+    request = Request(1, [5], Sampling(), ending, Detokenizer(TOKENIZER, frozenset({0, 1, 2})), 0.0)
+    request.admit([0])
+    text, ids = "", list[int]()
+    for token in tokens:
+        request.took_part(request.pending, "decode", ExpertStats())
+        piece, reason = request.take_token(token, 1.0)
+        text += piece.text
+        ids += piece.token_ids
+        if reason:
+            return text, ids, reason
+    return text, ids, None
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.text("ab fox日é🦊", min_size=1, max_size=20),
+    st.lists(st.text("ab fox日é🦊", min_size=1, max_size=3), max_size=3),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_the_answer_is_the_decoding_up_to_whatever_ends_it_first(
+    text: str, stops: list[str], max_tokens: int, ends: bool
+) -> None:
+    tokens = TOKENIZER.encode(text).ids + [END] * ends
+    taken = tokens[:max_tokens]
+    whole = TOKENIZER.decode([token for token in taken if token != END])
+    end = first_match(whole, stops)
+    got, ids, reason = answer(tokens, Ending(max_tokens, frozenset({END}), tuple(stops)))
+    if end is not None:
+        assert (got, reason) == (whole[:end], "stop")
+    elif END in taken:
+        assert (got, ids, reason) == (whole, taken, "stop")
+    elif len(tokens) >= max_tokens:
+        assert (got, ids, reason) == (whole, taken, "length")
+    else:
+        assert reason is None
+        assert whole.startswith(got)
+
+
+def test_the_figures_of_one_answer() -> None:
+    request = Request(1, [5, 6], Sampling(), Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=10.0)
+    request.admit([3])
+    request.part(2, 16, now_s=11.0)
+    request.took_part(2, "demand", ExpertStats(1, 9, 4, 5, 500))
+    request.take_token(30, now_s=12.0)
+    for now_s in (12.5, 13.5):
+        request.part(1, 16, now_s)
+        request.took_part(1, "decode", ExpertStats(1, 2, 1, 1, 100))
+        request.take_token(30, now_s)
+    finished = request.finished("length", now_s=14.0)
+    usage, timing = finished.usage, finished.timing
+    assert (usage.prompt_tokens, usage.new_tokens, usage.demand_chunks, usage.streamed_chunks) == (2, 3, 1, 0)
+    assert (usage.expert_hits, usage.expert_misses, usage.copied_nbytes) == (6, 7, 700)
+    assert (timing.queued_s, timing.ttft_s, timing.tpot_s, timing.total_s) == (1.0, 2.0, 0.75, 4.0)
+
+
+def test_an_answer_that_never_began_has_no_times_but_its_own() -> None:
+    request = Request(1, [5], Sampling(), Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=10.0)
+    timing = request.finished("abort", now_s=12.0).timing
+    assert (timing.queued_s, timing.ttft_s, timing.tpot_s, timing.total_s) == (2.0, 0.0, 0.0, 2.0)

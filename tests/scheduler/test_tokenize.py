@@ -1,0 +1,166 @@
+"""What a checkpoint's text files mean, against transformers reading the same files, and against hand-made cases."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from copyengine.wire.errors import ConfigError, RequestRefused
+from scheduler.protocol import Generate, Message
+from scheduler.tokenize import load_text_codec
+from tests.scheduler.rig import CORPUS, train_tokenizer
+
+TEMPLATE = """\
+{%- if messages[0].role == 'system' %}
+    {{- bos_token + '[' + messages[0].content | trim + ']' }}
+{%- endif %}
+{%- for message in messages if message.role != 'system' %}
+    {%- if message.role not in ('user', 'assistant') %}{{ raise_exception('no role ' + message.role) }}{% endif %}
+    {% if message.role == 'assistant' %}
+        {% generation %}
+<a>{{ message.content }}{{ eos_token }}
+        {% endgeneration %}
+    {% else %}
+<u>{{ {'c': message.content, 'é': [1, 2]} | tojson }}
+        {% if loop.index > 3 %}{% break %}{% endif %}
+    {% endif %}
+{%- endfor %}
+{% if add_generation_prompt %}<a>{% endif %}
+{{- '' if tools else '(no tools)' }}
+"""
+CHATS = [
+    [{"role": "user", "content": "hi <b>&'"}],
+    [{"role": "system", "content": " be brief "}, {"role": "user", "content": '日本 "q"\n'}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}] * 2,
+]
+ORACLE = """
+import json, sys
+from transformers import PreTrainedTokenizerFast
+tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+chats = json.load(sys.stdin)
+json.dump([tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+          + [tokenizer("the fox <|end|> x")["input_ids"]], sys.stdout)
+"""
+
+
+def write(directory: Path, post_processor: bool = False, **files: Any) -> Path:
+    tokenizer = train_tokenizer(CORPUS)
+    if post_processor:
+        start = tokenizer.token_to_id("<|start|>")
+        tokenizer.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", start)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    return directory
+
+
+def messages(chat: list[dict[str, str]]) -> list[Message]:
+    return [Message(m["role"], m["content"]) for m in chat]
+
+
+def test_chats_and_prompts_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|start|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|end|>", "special": True},
+        "chat_template": TEMPLATE,
+    }
+    write(tmp_path, post_processor=True, tokenizer_config=settings)
+    codec = load_text_codec(tmp_path, {})
+    oracle = subprocess.run(
+        [sys.executable, "-c", ORACLE, str(tmp_path)],
+        input=json.dumps(CHATS), capture_output=True, text=True, check=True, timeout=100, cwd=tmp_path,
+    )  # fmt: skip
+    *chats, ids = json.loads(oracle.stdout)
+    assert codec.encode_prompt("the fox <|end|> x") == ids
+    for chat, text in zip(CHATS, chats, strict=True):
+        assert codec._chat_template is not None
+        assert codec._chat_template.render(chat) == text
+        tokenizer = codec._text_tokenizer()
+        assert codec.encode_chat(messages(chat)) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages[9].content }}", "no element 9"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ messages.append(1) }}", "safe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_objects_refuses_one_request(tmp_path: Path, template: str, named: str) -> None:
+    codec = load_text_codec(write(tmp_path, tokenizer_config={"chat_template": template}), {})
+    with pytest.raises(RequestRefused, match=named) as refused:
+        codec.encode_chat([Message("user", "hi")])
+    assert refused.value.code == "invalid_request"
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "from list"}]
+    write(tmp_path, tokenizer_config={"chat_template": named})
+    hi = [{"role": "user", "content": "hi"}]
+    codec = load_text_codec(tmp_path, {})
+    assert codec._chat_template is not None and codec._chat_template.render(hi) == "from list"
+    (tmp_path / "chat_template.jinja").write_text("from file {{ strftime_now('%Y')|length }}", "utf-8")
+    codec = load_text_codec(tmp_path, {})
+    assert codec._chat_template is not None and codec._chat_template.render(hi) == "from file 4"
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    codec = load_text_codec(write(tmp_path), {})
+    with pytest.raises(RequestRefused) as refused:
+        codec.encode(Generate(messages=[Message("user", "hi")]))
+    assert refused.value.code == "no_chat_template"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos"),
+    [
+        ({}, {}, {1}),
+        ({"eos_token_id": 7}, {}, {1, 7}),
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": 9}, {1, 7, 8, 9}),
+        ({"eos_token_id": None}, {"eos_token_id": [2, 0]}, {0, 1, 2}),
+        ({}, {"text_config": {"eos_token_id": 4}}, {1, 4}),
+    ],
+)
+def test_all_files_together_say_what_ends_an_answer(
+    tmp_path: Path, generation: dict[str, Any], config: dict[str, Any], eos: set[int]
+) -> None:
+    write(tmp_path, tokenizer_config={"eos_token": "<|end|>"}, generation_config=generation)
+    assert load_text_codec(tmp_path, config).eos_token_ids == eos
+
+
+def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
+    codec = load_text_codec(tmp_path, {"eos_token_id": 3})
+    assert not codec.has_text
+    assert codec.eos_token_ids == {3}
+    assert codec.encode(Generate(token_ids=[1, 2])) == [1, 2]
+    for generate in (Generate(prompt="a"), Generate(messages=[Message("user", "a")])):
+        with pytest.raises(RequestRefused) as refused:
+            codec.encode(generate)
+        assert refused.value.code == "no_tokenizer"
+    detokenizer = codec.detokenizer()
+    assert detokenizer.push(5) + detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[1]"),
+        ("generation_config.json", "{,"),
+        ("chat_template.jinja", "{% if %}"),
+    ],
+)
+def test_a_damaged_file_refuses_the_start(tmp_path: Path, name: str, content: str) -> None:
+    write(tmp_path)
+    (tmp_path / name).write_text(content, "utf-8")
+    with pytest.raises(ConfigError):
+        load_text_codec(tmp_path, {})
