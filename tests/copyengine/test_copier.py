@@ -1,0 +1,256 @@
+"""The copy loop against memory in this process: what lands, what is counted, when it sleeps, how it ends.
+
+Whole steps of a worker over it are in tests/worker/test_slots.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copyengine.copier import Attachment, Copier
+from copyengine.device import FAILED, LANDED, Bytes, Memory, Stream
+from copyengine.device.host import HostCopyDevice, HostWorkerDevice, create_segment
+from copyengine.protocol import CopyCounters
+from copyengine.ring import CELLS, KINDS, CopyQuery, Kind, Limits, RingReader, RingWriter, ring_nbytes
+from copyengine.wire.errors import CopyFailed, PeerDied
+
+EXPERTS, SLOTS, RECORD = 6, 8, 64
+
+
+class Device(HostCopyDevice):
+    """Records what is copied; `token` is what a copy returns, `done` says when it is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+        self.done: Callable[[], bool] = lambda: True
+        self.token: Any = None
+
+    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> Any:
+        if source[0] == 255:
+            raise CopyFailed("told to")
+        super().copy(stream, source, target, offset)
+        self.order.append(int(source[0]))
+        return self.token
+
+    def is_done(self, token: Any) -> bool:
+        return self.done()
+
+
+class Worker:
+    """The other end, by hand. Record e of the bank is all e, except that reading expert 5 fails."""
+
+    def __init__(self, name: str = "w") -> None:
+        device = HostWorkerDevice()
+        self.pool = device.allocate("test", "pool", SLOTS * RECORD)
+        self.flags = device.allocate("test", "flags", 4 * 16)
+        self.ring = create_segment("test", "ring", ring_nbytes(16))
+        self.writer = RingWriter(self.ring.array, 16)
+        bank = np.repeat(np.array([0, 1, 2, 3, 4, 255], np.uint8), RECORD)
+        reader = RingReader(self.ring.array, Limits(1, EXPERTS, SLOTS, 16))
+        self.attachment = Attachment(name, [bank], RECORD, self.pool, self.flags, self.ring, reader)
+
+    def put(self, flag: int, kind: Kind, experts: tuple[int, ...], slots: tuple[int, ...] | None = None) -> None:
+        assert self.writer.try_put(CopyQuery(flag, kind, 0, experts, slots or experts))
+
+    def flag(self, index: int) -> int:
+        return int(self.flags.array.view(np.uint32)[index])
+
+    def close(self) -> None:
+        self.attachment.close()
+
+
+def until(condition: Callable[[], bool], within_s: float = 10) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def copier(device: Device) -> Iterator[Copier]:
+    copier = Copier(device, background_depth=2, spin_us=1000, on_death=lambda: None)
+    copier.start()
+    yield copier
+    copier.stop()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def test_what_was_rung_before_it_attached_is_copied_and_counted(copier: Copier, device: Device, worker: Worker) -> None:
+    """One query of each kind; slots and counters by hand. Demand first, whatever came first."""
+    worker.put(0, "stream", (0, 1))
+    worker.put(1, "prefetch", (2,), (7,))
+    worker.put(2, "demand", (3, 4))
+    worker.put(3, "demand", ())
+    copier.attach(worker.attachment).result(10)
+    until(lambda: all(worker.flag(i) == LANDED for i in range(4)))
+    pool = worker.pool.array.reshape(SLOTS, RECORD)
+    assert [set(row) for row in pool[[0, 1, 7, 3, 4]].tolist()] == [{0}, {1}, {2}, {3}, {4}]
+    assert not pool[[2, 5, 6]].any()
+    assert device.order == [3, 0, 1, 2]  # 3 and 4 are neighbours: one copy
+    stats = copier.stats()
+    assert stats.workers == ["w"] and stats.malformed_records == 0
+    assert stats.counters == {
+        "demand": CopyCounters(2, 2, 2 * RECORD, 0),
+        "stream": CopyCounters(1, 2, 2 * RECORD, 0),
+        "prefetch": CopyCounters(1, 1, RECORD, 0),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failing_copy_fails_its_query_alone(copier: Copier, worker: Worker, kind: Kind) -> None:
+    worker.put(0, kind, (5, 1, 2))
+    worker.put(1, kind, (1,))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: worker.flag(0) == FAILED and worker.flag(1) == LANDED)
+    assert copier.stats().counters[kind] == CopyCounters(2, 1, RECORD, 1)
+
+
+def test_a_malformed_record_fails_its_flag_and_is_counted(copier: Copier, worker: Worker) -> None:
+    worker.put(6, "demand", (1,))
+    worker.ring.array.view(np.uint32)[CELLS + 3] = 9  # the layer
+    worker.put(7, "demand", (2,))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: worker.flag(6) == FAILED and worker.flag(7) == LANDED)
+    assert copier.stats().malformed_records == 1
+
+
+def test_copies_that_take_time_hold_background_back(copier: Copier, device: Device, worker: Worker) -> None:
+    """A device whose copies stay in flight: two background pieces go out, the rest when those are over."""
+    device.token, device.done = "in flight", lambda: False
+    worker.put(0, "stream", (0, 1, 2, 3))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: device.order == [0, 1])
+    worker.put(1, "demand", (4,))
+    until(lambda: device.order == [0, 1, 4])
+    time.sleep(0.02)
+    assert device.order == [0, 1, 4]
+    device.done = lambda: True
+    until(lambda: worker.flag(0) == LANDED)
+    assert device.order == [0, 1, 4, 2, 3]
+
+
+def test_a_copy_that_fails_in_flight_fails_its_query(copier: Copier, device: Device, worker: Worker) -> None:
+    def fail() -> bool:
+        raise CopyFailed("on the way")
+
+    device.token, device.done = "in flight", fail
+    worker.put(0, "stream", (0, 1, 2, 3))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: worker.flag(0) == FAILED)
+    assert copier.stats().counters["stream"].failed_queries >= 1
+
+
+def test_sleeps_when_idle_and_wakes_for_wake_and_for_a_step(copier: Copier, worker: Worker) -> None:
+    copier.attach(worker.attachment).result(10)
+    until(lambda: copier.stats().asleep)
+    assert worker.writer.begin_step()  # it must be woken
+    worker.put(0, "demand", (1,))
+    time.sleep(0.02)
+    assert worker.flag(0) == 0
+    copier.wake()
+    until(lambda: worker.flag(0) == LANDED)
+    time.sleep(0.05)
+    assert not copier.stats().asleep  # the step goes on
+    worker.put(1, "demand", (1,))
+    until(lambda: worker.flag(1) == LANDED)
+    worker.writer.end_step()
+    until(lambda: copier.stats().asleep)
+    copier.wake()
+    until(lambda: copier.stats().asleep)
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_an_idle_copier_takes_little_of_a_core(copier: Copier, worker: Worker, step: bool) -> None:
+    """CPU time of this process over 0.6 s: asleep, and with a worker that died in the middle of a step."""
+    if step:
+        worker.writer.begin_step()
+    copier.attach(worker.attachment).result(10)
+    time.sleep(0.6)
+    before, start = time.process_time(), time.monotonic()
+    time.sleep(0.6)
+    assert (time.process_time() - before) / (time.monotonic() - start) < 0.05
+
+
+def test_detach_waits_for_what_is_in_flight_and_fails_the_rest(copier: Copier, device: Device, worker: Worker) -> None:
+    device.token, device.done = "in flight", lambda: False
+    worker.put(0, "stream", (0, 1, 2, 3))
+    worker.put(1, "stream", (1,))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: len(device.order) == 2)
+    flags = worker.flags.array.view(np.uint32)
+    detached = copier.detach("w")
+    time.sleep(0.02)
+    assert not detached.done()
+    device.done = lambda: True
+    detached.result(10)
+    assert flags[:2].tolist() == [FAILED, FAILED] and device.order == [0, 1]
+    assert copier.stats().workers == [] and worker.pool.array.size == 0
+    copier.detach("w").result(10)  # again: nothing happens
+
+
+def test_a_second_attach_replaces_the_first(copier: Copier, worker: Worker) -> None:
+    second = Worker()
+    copier.attach(worker.attachment).result(10)
+    copier.attach(second.attachment).result(10)
+    assert worker.pool.array.size == 0 and copier.stats().workers == ["w"]
+    second.put(0, "demand", (1,))
+    copier.wake()
+    until(lambda: second.flag(0) == LANDED)
+
+
+def test_two_workers_share_it(copier: Copier, worker: Worker) -> None:
+    other = Worker("other")
+    for one in (worker, other):
+        one.put(0, "stream", (0, 1, 2, 3, 4))
+        one.put(1, "demand", (3,))
+        copier.attach(one.attachment).result(10)
+    until(lambda: all(one.flag(i) == LANDED for one in (worker, other) for i in (0, 1)))
+    assert copier.stats().workers == ["other", "w"]
+    copier.detach("other").result(10)
+
+
+def test_stop_fails_what_was_not_copied(device: Device, worker: Worker) -> None:
+    copier = Copier(device, background_depth=1, spin_us=0, on_death=lambda: None)
+    copier.start()
+    device.token, device.done = "in flight", lambda: False
+    worker.put(0, "stream", (0, 1, 2))
+    flags = worker.flags.array.view(np.uint32)
+    copier.attach(worker.attachment).result(10)
+    until(lambda: len(device.order) == 1)
+    threading.Timer(0.05, lambda: setattr(device, "done", lambda: True)).start()
+    copier.stop()
+    assert flags[0] in (FAILED, LANDED) and copier.stats().workers == []
+    with pytest.raises(PeerDied):
+        copier.detach("w").result(1)
+
+
+def test_a_bug_in_the_loop_is_told(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """A device that raises what it may not: the thread ends, loudly."""
+
+    class Broken(Device):
+        def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> Any:
+            raise ZeroDivisionError("a bug")
+
+    dead = threading.Event()
+    copier = Copier(Broken(), background_depth=1, spin_us=0, on_death=dead.set)
+    copier.start()
+    worker.put(0, "demand", (0,))
+    copier.attach(worker.attachment).result(10)
+    assert dead.wait(10) and "the copy loop failed" in caplog.text
+    copier.stop()
