@@ -1,0 +1,437 @@
+"""The copy engine as a process, as a thread and in this loop, spoken to by its client.
+
+Checked against the checkpoint (banks are what `read_experts` reads), and by whole steps of a worker's slots over it.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zmq.asyncio
+from msgspec.structs import replace
+
+from copyengine.checkpoint.model import open_model
+from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.checkpoint.reader import read_experts
+from copyengine.client import CopyEngineClient
+from copyengine.config import CopyEngineConfig
+from copyengine.device.host import HostWorkerDevice
+from copyengine.protocol import Loaded, LoadProgress
+from copyengine.server import CopyEngineServer
+from copyengine.thread import CopyEngineThread
+from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused, SlotstreamError, WireError
+from copyengine.wire.lifecycle import Listening, Ready, StartFailed, parse_event
+from copyengine.wire.loop import EventLoop, run
+from kernels.formats import layout
+from worker.slots import ExpertSlots, SlotGeometry
+
+SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
+LOOPS: tuple[EventLoop, ...] = ("uvloop", "selector") if sys.platform != "win32" else ("selector",)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_random_model(directory, SIZES)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("dense")
+    write_random_model(directory, replace(SIZES, experts=0, experts_per_token=0))
+    return str(directory)
+
+
+@pytest.fixture(autouse=True)
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Children get it too, by TMPDIR."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def entries(ledger: Path) -> list[str]:
+    return [path.name for directory in ledger.glob("slotstream-*") for path in directory.iterdir()]
+
+
+@asynccontextmanager
+async def engine(config: CopyEngineConfig | None = None) -> AsyncIterator[tuple[CopyEngineServer, CopyEngineClient]]:
+    """A server in this loop, and a client of it."""
+    context = zmq.asyncio.Context()
+    server = CopyEngineServer(config or CopyEngineConfig(), context)
+    client = CopyEngineClient(context, server.bind())
+    running = asyncio.create_task(server.run())
+    try:
+        yield server, client
+    finally:
+        await client.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.close()
+        context.term()
+
+
+def slots_for(loaded: Loaded, client: CopyEngineClient) -> ExpertSlots:
+    loop = asyncio.get_running_loop()
+    geometry = SlotGeometry(loaded.moe_layers, loaded.experts, loaded.record_nbytes, 4)
+
+    def wake() -> None:
+        asyncio.run_coroutine_threadsafe(client.wake("w"), loop)
+
+    return ExpertSlots(HostWorkerDevice(), "test", "w", geometry, wake, deadline_s=10)
+
+
+def expected_records(model: str, dtype: str = "bfloat16") -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    opened = open_model(model)
+    record = layout(dtype, SIZES.hidden, SIZES.intermediate)
+    banks = [np.zeros((SIZES.experts, record.record_nbytes), np.uint8) for _ in range(SIZES.layers)]
+    read_experts(opened, record, banks, lambda _: None)
+    return banks
+
+
+async def serve_steps(client: CopyEngineClient, model: str) -> None:
+    """Load, attach, and a step of each mode whose slots must hold the checkpoint's records."""
+    loaded = await client.load(model, "bfloat16")
+    records = expected_records(model)
+    assert (loaded.moe_layers, loaded.experts, loaded.record_nbytes) == (2, 6, records[0].shape[1])
+    slots = slots_for(loaded, client)
+    await client.attach(slots.attach_request)
+
+    def steps() -> None:
+        for mode in ("streamed", "demand", "decode"):
+            slots.begin_step(mode)
+            for layer in range(2):
+                for group in slots.groups(layer, [0, 2, 5]):
+                    assert np.array_equal(slots.pool_bytes[group.slots], records[layer][group.experts])
+            slots.end_step()
+
+    await asyncio.to_thread(steps)
+    stats = await client.stats()
+    assert stats.workers == ["w"] and stats.bank_nbytes == loaded.bank_nbytes
+    assert (stats.stream.records, stats.demand.failed_queries, stats.dropped_frames) == (12, 0, 0)
+    await client.detach("w")
+    assert (await client.stats()).workers == []
+    slots.close()
+
+
+def in_both_loops(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    for loop in LOOPS:
+        run(test(), loop)
+
+
+def test_steps_over_a_server_in_this_loop(model: str, ledger: Path) -> None:
+    async def test() -> None:
+        async with engine() as (_, client):
+            await serve_steps(client, model)
+        assert entries(ledger) == []
+
+    in_both_loops(test)
+
+
+def test_steps_over_a_thread(model: str, ledger: Path) -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        with CopyEngineThread(CopyEngineConfig(event_loop="selector"), context) as thread:
+            client = CopyEngineClient(context, thread.endpoint)
+            await serve_steps(client, model)
+            await client.close()
+        context.term()
+        assert entries(ledger) == []
+
+    in_both_loops(test)
+
+
+def test_a_thread_that_fails_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(self: CopyEngineServer) -> str:
+        raise ConfigError("no")
+
+    monkeypatch.setattr(CopyEngineServer, "bind", bind)
+    dead = threading.Event()
+    context = zmq.asyncio.Context()
+    with pytest.raises(PeerDied, match="did not start"):
+        CopyEngineThread(CopyEngineConfig(), context, dead.set).start()
+    assert dead.wait(10) and "thread failed" in caplog.text
+    context.term()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_banks_hold_what_the_checkpoint_holds(model: str, dtype: str) -> None:
+    """Byte for byte; the facts of Loaded add up; progress rises to the whole."""
+
+    async def test() -> None:
+        async with engine() as (server, client):
+            progress: list[LoadProgress] = []
+            loaded = await client.load(model, dtype, on_progress=progress.append)  # type: ignore[arg-type]
+            records = expected_records(model, dtype)
+            banks = server._loader.banks
+            assert banks is not None
+            assert all(np.array_equal(a, b) for a, b in zip(banks.records, records, strict=True))
+            assert loaded.bank_nbytes == sum(bank.nbytes for bank in records)
+            assert progress[-1].done_nbytes == progress[-1].total_nbytes == loaded.read_nbytes
+            assert await client.load(model, dtype) == loaded  # type: ignore[arg-type]
+
+    run(test(), "selector")
+
+
+def test_loads_join_or_are_refused(model: str, dense_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads of one model read it once; another model is refused during and after; Attach and Wake before Load."""
+    reads = []
+    gate = threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        reads.append(1)
+        assert gate.wait(10)
+        return read_experts(*arguments)
+
+    monkeypatch.setattr("copyengine.loading.read_experts", slow)
+
+    async def test() -> None:
+        async with engine() as (_, client):
+            fake = slots_for(Loaded(128, 1, 1, 0, 0, 0.0), client)
+            with pytest.raises(RequestRefused, match="Load"):
+                await client.attach(fake.attach_request)
+            fake.close()
+            await client.wake("w")
+            await client.detach("nobody")
+            loads = [asyncio.create_task(client.load(model, "bfloat16")) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            for other, dtype in ((dense_model, "bfloat16"), (model, "float32")):
+                with pytest.raises(ConfigError, match="holds"):
+                    await client.load(other, dtype)  # type: ignore[arg-type]
+            gate.set()
+            first, second = await asyncio.gather(*loads)
+            assert first == second and len(reads) == 1
+            with pytest.raises(ConfigError, match="holds"):
+                await client.load(dense_model, "bfloat16")
+
+    run(test(), "selector")
+
+
+def test_a_load_that_fails_may_be_tried_again(model: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with engine() as (_, client):
+            with pytest.raises(ConfigError, match="nowhere"):
+                await client.load(str(tmp_path / "nowhere"), "bfloat16")
+            assert (await client.load(model, "bfloat16")).experts == 6
+
+    run(test(), "selector")
+
+
+def test_a_client_that_leaves_does_not_end_the_load(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        assert gate.wait(10)
+        return read_experts(*arguments)
+
+    monkeypatch.setattr("copyengine.loading.read_experts", slow)
+
+    async def test() -> None:
+        async with engine() as (_, client):
+            other = CopyEngineClient(zmq.asyncio.Context.instance(), client._rpc.endpoint)
+            leaving = asyncio.create_task(other.load(model, "bfloat16"))
+            await asyncio.sleep(0.2)
+            leaving.cancel()
+            await other.close()
+            await asyncio.sleep(0.2)
+            gate.set()
+            assert (await client.load(model, "bfloat16")).experts == 6
+        zmq.asyncio.Context.instance().term()
+
+    run(test(), "selector")
+
+
+def test_a_stop_ends_a_load(model: str, ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader goes on for ever, but every byte it reports may be its last."""
+
+    def endless(_model: Any, _layout: Any, _banks: Any, on_bytes: Callable[[int], None]) -> int:
+        while True:
+            on_bytes(1)
+
+    monkeypatch.setattr("copyengine.loading.read_experts", endless)
+
+    async def test() -> None:
+        async with engine() as (_, client):
+            load = asyncio.create_task(client.load(model, "bfloat16"))
+            await asyncio.sleep(0.3)
+        with pytest.raises(PeerDied):
+            await load
+        assert entries(ledger) == []
+
+    run(test(), "selector")
+
+
+def test_a_dense_model_has_no_banks(dense_model: str) -> None:
+    async def test() -> None:
+        async with engine() as (_, client):
+            loaded = await client.load(dense_model, "bfloat16")
+            assert (loaded.record_nbytes, loaded.moe_layers, loaded.experts, loaded.bank_nbytes) == (0, 0, 0, 0)
+            fake = slots_for(Loaded(128, 1, 1, 0, 0, 0.0), client)
+            with pytest.raises(RequestRefused, match="MoE"):
+                await client.attach(fake.attach_request)
+            fake.close()
+
+    run(test(), "selector")
+
+
+def test_attach_refuses_memory_that_is_not_what_it_says(model: str) -> None:
+    """Too few bytes for the slots, no ring in the ring, a segment that is gone; the server goes on."""
+
+    async def test() -> None:
+        async with engine() as (_, client):
+            slots = slots_for(await client.load(model, "bfloat16"), client)
+            good = slots.attach_request
+            gone = replace(good.pool, name="slotstream-none")
+            wrong: list[tuple[Any, type[SlotstreamError]]] = [
+                (replace(good, pool_slots=good.pool_slots + 1), WireError),
+                (replace(good, pool=replace(good.pool, nbytes=1 << 40)), WireError),
+                (replace(good, ring=good.pool), WireError),
+                (replace(good, pool=gone), PeerDied),
+            ]
+            for request, error in wrong:
+                with pytest.raises(error):
+                    await client.attach(request)
+            await client.attach(good)
+            assert (await client.stats()).workers == ["w"]
+            slots.close()
+
+    run(test(), "selector")
+
+
+def test_the_end_of_the_copy_loop_ends_the_server(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        server = CopyEngineServer(CopyEngineConfig(), context)
+        server.bind()
+        running = asyncio.create_task(server.run())
+        await asyncio.sleep(0.01)
+        server._copier._calls.append(lambda: 1 / 0)  # type: ignore[arg-type]
+        server._copier.wake()
+        with pytest.raises(PeerDied, match="copy loop"):
+            await running
+        await server.close()
+        context.term()
+
+    run(test(), "selector")
+
+
+# The process ---------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """`python -m copyengine`, with the events it announced until it was ready."""
+
+    def __init__(self, *flags: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "copyengine", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self.popen.stdout is not None
+        self.events = [parse_event(self.popen.stdout.readline()) for _ in range(2)]
+
+    @property
+    def endpoint(self) -> str:
+        assert isinstance(self.events[0], Listening) and isinstance(self.events[1], Ready)
+        return self.events[0].endpoint
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and what it wrote to standard error."""
+        _, stderr = self.popen.communicate(timeout=30)
+        return self.popen.returncode, stderr.decode()
+
+
+@pytest.mark.parametrize("event_loop", LOOPS)
+def test_steps_over_a_process_that_is_shut_down(model: str, ledger: Path, event_loop: EventLoop) -> None:
+    process = Process("--event-loop", event_loop, "--log-level", "warning")
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        client = CopyEngineClient(context, process.endpoint)
+        await serve_steps(client, model)
+        await client.shutdown()
+        await client.close()
+        context.term()
+
+    run(test(), event_loop)
+    assert process.end() == (0, "") and entries(ledger) == []
+
+
+@pytest.mark.parametrize("event_loop", LOOPS)
+@pytest.mark.parametrize("how", ["end of input", "SIGTERM", "SIGINT", "killed"])
+def test_however_it_ends_nothing_stays(model: str, ledger: Path, event_loop: EventLoop, how: str) -> None:
+    """Banks are loaded and a worker is attached. Killed, it leaves segments, which the next start removes."""
+    flags = ["--parent-pipe"] if how == "end of input" else []
+    process = Process("--event-loop", event_loop, "--log-level", "warning", *flags)
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        client = CopyEngineClient(context, process.endpoint)
+        slots = slots_for(await client.load(model, "bfloat16"), client)
+        await client.attach(slots.attach_request)
+        assert len(entries(ledger)) == 2 + 3
+        await asyncio.to_thread(stop)
+        await asyncio.wait_for(client.lost.wait(), 10)
+        slots.close()
+        await client.close()
+        context.term()
+
+    def stop() -> None:
+        if how == "end of input":
+            assert process.popen.stdin is not None
+            process.popen.stdin.close()
+            process.popen.stdin = None
+        elif how == "killed":
+            process.popen.kill()
+        else:
+            os.kill(process.popen.pid, signal.Signals[how])
+
+    run(test(), event_loop)
+    code, stderr = process.end()
+    assert stderr == "" and code == (0 if how != "killed" else -signal.SIGKILL)
+    if how == "killed":
+        assert len(entries(ledger)) == 2
+        after = Process("--parent-pipe")
+        assert entries(ledger) == [] and isinstance(after.events[1], Ready)
+        assert after.end()[0] == 0
+    assert entries(ledger) == []
+
+
+def test_a_wrong_setting_is_one_clear_line() -> None:
+    for flags, what in [(["--spin-us", "-1"], "--spin-us"), (["--endpoint", "tcp://0.0.0.0:0"], "loopback")]:
+        process = Process(*flags)
+        code, stderr = process.end()
+        assert code == 2 and what in stderr and stderr.count("\n") == 1
+        assert isinstance(process.events[0], StartFailed) and process.events[0].code == "config"
+
+
+def test_an_idle_process_takes_little_of_a_core(model: str) -> None:
+    """CPU time over half a second, with banks and a worker: far under the 5 % that all processes together may take."""
+    process = Process("--parent-pipe", "--log-level", "warning")
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        client = CopyEngineClient(context, process.endpoint)
+        await serve_steps(client, model)
+        await asyncio.sleep(0.1)
+        assert (await client.stats()).asleep
+        before = sum(psutil.Process(process.popen.pid).cpu_times()[:2])
+        await asyncio.sleep(0.5)
+        assert sum(psutil.Process(process.popen.pid).cpu_times()[:2]) - before <= 0.02
+        await client.close()
+        context.term()
+
+    run(test(), "selector")
+    assert process.end() == (0, "")
