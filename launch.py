@@ -93,7 +93,7 @@ class Engine:
         copy_engine = ""
         if config.copy_engine != "thread":
             copy_engine = self._spawn("copyengine", "copyengine", CopyEngineConfig(run_id=self._run_id, **common))
-        threads = max(1, (psutil.cpu_count(logical=False) or 1) // config.workers)
+        threads = max(1, (psutil.cpu_count(logical=False) or 1) - 1) // config.workers or 1  # a core is left to copies
         workers = [
             self._spawn(
                 f"worker{i}",

@@ -1,0 +1,59 @@
+"""Result files: one per machine, month and benchmark, with everything needed to read the figures again."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "numpy", "pyzmq", "msgspec")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def conditions() -> str:
+    """Command, machine, versions and commit."""
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    changed = " with uncommitted changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else ""
+    module = Path(sys.argv[0]).stem
+    return "\n".join(
+        (
+            f"- command: `python -m tests.bench.{module} {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
+            f"- machine: {cpu_name()}, {os.cpu_count()} cores, {platform.system()}",
+            f"- versions: Python {platform.python_version()}, {versions}",
+            f"- commit: {commit}{changed}, {time.strftime('%Y-%m-%d')}",
+        )
+    )
+
+
+def keep(name: str, text: str) -> Path:
+    """Write results/`machine`_`month`_`name`.md; its path."""
+    machine = "-".join("".join(c if c.isalnum() else " " for c in cpu_name().lower()).split())
+    path = RESULTS / f"{machine}_{time.strftime('%Y%m')}_{name}.md"
+    path.write_text(text + "\n", "utf-8")
+    return path
+
+
+def cpu_name() -> str:
+    """The processor, as the system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
