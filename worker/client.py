@@ -1,12 +1,13 @@
 """One method per operation of a worker."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
 import zmq.asyncio
 
-from copyengine.wire.errors import WireError, from_code
+from copyengine.wire.errors import PeerDied, WireError, from_code
 from copyengine.wire.rpc import RpcClient
 from worker.protocol import (
     FINAL,
@@ -76,8 +77,9 @@ class WorkerClient:
                 _refuse(other)
 
     async def shutdown(self) -> None:
-        """End the process."""
-        await self._done(Shutdown())
+        """End the process. That it is gone is as good an answer as its reply."""
+        with contextlib.suppress(PeerDied):
+            await self._done(Shutdown())
 
     async def close(self) -> None:
         """Close the connection; the worker goes on."""

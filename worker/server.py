@@ -28,9 +28,6 @@ from worker.protocol import (
     StepDone,
 )
 
-REPLY_GRACE_S = 0.1
-"""Seconds between the reply to Shutdown and the end, so that the reply gets out."""
-
 log = logging.getLogger(__name__)
 
 
@@ -116,7 +113,7 @@ class WorkerServer:
             case Stats():
                 return self._stats(self._loaded())
             case Shutdown():
-                asyncio.get_running_loop().call_later(REPLY_GRACE_S, self._stopping.set)
+                self._stopping.set()
                 return Done()
 
     async def _load(self, call: Call[protocol.Request, protocol.Reply], load: Load) -> Loaded:

@@ -1,0 +1,294 @@
+"""The worker's server and client with a made-up engine, over real sockets on both event loops.
+
+Checked against what the made-up engine was given and answered, and against the words of worker.protocol.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, RequestRefused, SlotstreamError
+from copyengine.wire.loop import run
+from worker.client import WorkerClient
+from worker.compute import ComputeThread
+from worker.protocol import (
+    ExpertStats,
+    Failed,
+    Load,
+    Loaded,
+    LoadProgress,
+    Mode,
+    RunStep,
+    SequenceStep,
+    StepDone,
+)
+from worker.server import OnProgress, WorkerServer
+
+FACTS = Loaded(
+    "cpu", "float32", 100, 64, 2, 8, 2, 640, 8, 16, 64, 16, 1, 2, 3, 4, "process", 0.5
+)  # fmt: skip
+
+
+def step(token: int, mode: Mode = "decode") -> RunStep:
+    return RunStep(mode, [SequenceStep(1, [token], 0, [0])])
+
+
+class FakeEngine:
+    """Answers a step with the tokens it was given; waits for `gate` first, and raises `failure` once."""
+
+    def __init__(self) -> None:
+        self.facts = FACTS
+        self.seen: list[int] = []
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.released = ""
+        self.closed = False
+
+    def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
+        self.gate.wait(10)
+        self.threads.add(threading.current_thread().name)
+        if self.released:
+            raise PeerDied(self.released)
+        failure, self.failure = self.failure, None
+        if failure:
+            raise failure
+        token = step.sequences[0].tokens[0]
+        self.seen.append(token)
+        return [token], ExpertStats(1, 3, 1, 2, 1280)
+
+    def stats(self) -> dict[Mode, ExpertStats]:
+        return {"decode": ExpertStats(len(self.seen)), "demand": ExpertStats(), "streamed": ExpertStats()}
+
+    def resident(self) -> int:
+        return 5
+
+    def release(self, why: str) -> None:
+        self.released = why
+        self.gate.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rig:
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self.engine = FakeEngine()
+        self.loads: list[Load] = []
+        self.load_failure: SlotstreamError | None = None
+        self.load_gate = asyncio.Event()
+        self.load_gate.set()
+        self.server = WorkerServer(context, self.load)
+        self.endpoint = self.server.bind("tcp://127.0.0.1:0")
+
+    async def load(self, load: Load, compute: ComputeThread, on_progress: OnProgress) -> FakeEngine:
+        self.loads.append(load)
+        on_progress(LoadProgress("experts", 1, 2))
+        await self.load_gate.wait()
+        failure, self.load_failure = self.load_failure, None
+        if failure:
+            raise failure
+        on_progress(LoadProgress("dense weights", 2, 2))
+        return await compute.run(lambda: self.engine)
+
+
+@contextlib.asynccontextmanager
+async def worker() -> AsyncIterator[tuple[Rig, WorkerClient]]:
+    context = zmq.asyncio.Context()
+    rig = Rig(context)
+    serving = asyncio.create_task(rig.server.serve())
+    client = WorkerClient(context, rig.endpoint)
+    try:
+        yield rig, client
+    finally:
+        await client.close()
+        await rig.server.close()
+        serving.cancel()
+        context.term()
+
+
+@pytest.fixture(params=["selector", "uvloop"])
+def on_loop(request: pytest.FixtureRequest) -> Callable[[Callable[[], Coroutine[Any, Any, None]]], None]:
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+
+    def go(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(15):
+                await main()
+
+        run(limited(), request.param)
+
+    return go
+
+
+OnLoop = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+
+
+def test_a_load_relays_progress_and_answers_with_the_facts(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            seen: list[LoadProgress] = []
+            assert await client.load(Load("m"), 5, seen.append) == FACTS
+            assert seen[0] == LoadProgress("experts", 1, 2)
+            assert await client.load(Load("m"), 5) == FACTS, "the same again is answered"
+            assert rig.loads == [Load("m")]
+            with pytest.raises(ConfigError, match="another model"):
+                await client.load(Load("m", slots=7), 5)
+
+    on_loop(main)
+
+
+def test_a_second_load_of_the_same_joins_the_first(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            rig.load_gate.clear()
+            loads = [asyncio.create_task(client.load(Load("m"), 5)) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            rig.load_gate.set()
+            assert await asyncio.gather(*loads) == [FACTS, FACTS]
+            assert len(rig.loads) == 1
+
+    on_loop(main)
+
+
+def test_after_a_failed_load_another_one_may_come(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            rig.load_failure = ConfigError("no such directory")
+            with pytest.raises(ConfigError, match="no such directory"):
+                await client.load(Load("m"), 5)
+            assert await client.load(Load("n"), 5) == FACTS
+
+    on_loop(main)
+
+
+def test_nothing_runs_before_a_load(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (_, client):
+            outcome = await client.run_step(step(1), 5)
+            assert isinstance(outcome, Failed) and outcome.code == "not_loaded"
+            with pytest.raises(RequestRefused, match="Load first"):
+                await client.stats()
+
+    on_loop(main)
+
+
+def test_steps_run_in_order_on_one_thread_while_the_server_answers(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            await client.load(Load("m"), 5)
+            rig.engine.gate.clear()
+            steps = [asyncio.create_task(client.run_step(step(token), 5)) for token in range(20)]
+            stats = await client.stats()
+            assert (stats.decode.steps, stats.slots, stats.resident) == (0, 8, 5)
+            await client.release([1, 2])
+            rig.engine.gate.set()
+            done = await asyncio.gather(*steps)
+            assert [d.tokens for d in done if isinstance(d, StepDone)] == [[token] for token in range(20)]
+            assert rig.engine.seen == list(range(20))
+            assert rig.engine.threads == {"compute"}
+
+    on_loop(main)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (CopyFailed("expert 3 did not land"), "copy_failed"),
+        (RequestRefused("invalid_request", "no such page"), "invalid_request"),
+        (PeerDied("the copy engine is gone"), "peer_died"),
+        (RuntimeError("a bug"), "internal"),
+    ],
+)
+def test_a_failed_step_is_a_value_and_the_next_one_works(on_loop: OnLoop, failure: Exception, code: str) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            await client.load(Load("m"), 5)
+            rig.engine.failure = failure
+            outcome = await client.run_step(step(1), 5)
+            assert isinstance(outcome, Failed) and outcome.code == code
+            assert isinstance(await client.run_step(step(2), 5), StepDone)
+
+    on_loop(main)
+
+
+def test_a_scheduler_that_disconnects_changes_nothing(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            context = zmq.asyncio.Context()
+            rig.load_gate.clear()
+            first = WorkerClient(context, rig.endpoint)
+            load = asyncio.create_task(first.load(Load("m"), 5))
+            await asyncio.sleep(0.05)
+            await first.close()
+            with pytest.raises(PeerDied):
+                await load
+            rig.load_gate.set()
+            context.term()
+            assert await client.load(Load("m"), 5) == FACTS
+            assert len(rig.loads) == 1
+            assert isinstance(await client.run_step(step(2), 5), StepDone)
+
+    on_loop(main)
+
+
+def test_malformed_frames_are_counted_and_harm_nobody(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        async with worker() as (rig, client):
+            await client.load(Load("m"), 5)
+            context = zmq.asyncio.Context()
+            with context.socket(zmq.DEALER) as socket:
+                socket.connect(rig.endpoint)
+                for frames in ([b""], [b"12345678", b"\xc1"], [b"12345678", b"\x81\xa4type\xa4Boom"]):
+                    await socket.send_multipart(frames)
+                await socket.recv_multipart()
+                await socket.recv_multipart()
+            context.term()
+            assert (await client.stats()).dropped_frames == 3
+
+    on_loop(main)
+
+
+def test_shutdown_ends_serving_and_closing_frees_the_engine(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        rig = Rig(context)
+        serving = asyncio.create_task(rig.server.serve())
+        client = WorkerClient(context, rig.endpoint)
+        await client.load(Load("m"), 5)
+        rig.engine.gate.clear()
+        running = asyncio.create_task(client.run_step(step(1), 5))
+        await asyncio.sleep(0.05)
+        await client.shutdown()
+        await serving
+        await rig.server.close()
+        assert rig.engine.closed and rig.engine.released
+        assert await rig.server.compute.idle(5), "a step that waited for a copy has ended"
+        with pytest.raises(PeerDied):
+            await running
+        assert client.lost.is_set()
+        await client.close()
+        context.term()
+
+    on_loop(main)
+
+
+def test_a_busy_compute_thread_is_not_waited_for_forever(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        compute, gate = ComputeThread(), threading.Event()
+        call = asyncio.create_task(compute.run(gate.wait))
+        await asyncio.sleep(0.01)
+        assert not await compute.idle(0.02)
+        gate.set()
+        assert await compute.idle(5)
+        assert await call is True
+
+    on_loop(main)
