@@ -2,13 +2,13 @@
 
 import asyncio
 import ipaddress
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq.asyncio
 
+from copyengine.checkpoint.directory import read_config
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Progress
 from copyengine.wire.loop import resolve
@@ -117,21 +117,12 @@ def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: 
         )
         lanes.append(Lane(worker, Core(limits)))
     return Service(
-        text=load_text_codec(Path(config.model), read_config(config)),
+        text=load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides)),
         vocab_size=min(facts.vocab_size for facts in loaded),
         max_model_len=max_model_len(config, loaded),
         max_queued=config.max_queued_requests,
         lanes=lanes,
     )
-
-
-def read_config(config: SchedulerConfig) -> dict[str, object]:
-    """config.json with --hf-overrides merged over it; the workers have checked both already."""
-    try:
-        written = json.loads((Path(config.model) / "config.json").read_text("utf-8"))
-        return {**written, **json.loads(config.hf_overrides)}
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{config.model}/config.json: cannot be read: {error}") from None
 
 
 def ready_facts(
