@@ -1,6 +1,7 @@
 """What a checkpoint directory says about text: tokenizer, chat template, end-of-sequence tokens."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,16 @@ class TextCodec:
         return self._tokenizer
 
 
-def load_text_codec(directory: Path, config: dict[str, Any]) -> TextCodec:
+def load_text_codec(directory: Path, config: Mapping[str, Any]) -> TextCodec:
     """What `directory` holds; `config` is its config.json. ConfigError for a file that is there but is no good."""
     settings = _read_json(directory / "tokenizer_config.json")
     generation = _read_json(directory / "generation_config.json")
     tokenizer = _read_tokenizer(directory / "tokenizer.json")
     special_tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None}
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
-    eos |= _ids((config.get("text_config") or {}).get("eos_token_id"))
+    nested = config.get("text_config")
+    if isinstance(nested, dict):
+        eos |= _ids(nested.get("eos_token_id"))
     if tokenizer and (token := tokenizer.token_to_id(special_tokens.get("eos_token", ""))) is not None:
         eos |= {token}
     source = _template_source(directory / "chat_template.jinja", settings)
