@@ -1,9 +1,11 @@
 """Command-line flags from config Structs: one flag per field, its default read from the Struct.
 
-A field's description is its `msgspec.Meta(description=...)`; extra spellings are `extra_json_schema={"aliases": [...]}`.
+A field's description is its `msgspec.Meta(description=...)`; further spellings are in
+`extra_json_schema={"aliases": [...]}`.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -49,7 +51,7 @@ def parse(config: type[S], argv: Sequence[str] | None, prog: str) -> S:
     except msgspec.ValidationError as error:
         text = str(error)
         for name, value in stated.items():
-            if f"$.{name}" in text:
+            if re.search(rf"\$\.{name}\b", text):  # a name may begin like another one
                 reason = text.split(" - at")[0]
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: {reason}") from None
         raise ConfigError(text) from None

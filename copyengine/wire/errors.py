@@ -18,7 +18,7 @@ class SlotstreamError(Exception):
 
 
 class ConfigError(SlotstreamError):
-    """A setting, a checkpoint or the machine does not allow a start. The message names the key, the value and the fix."""
+    """A setting, a checkpoint or the machine does not allow a start; names the key, the value and the fix."""
 
 
 class RequestRefused(SlotstreamError):

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def resolve(name: EventLoop) -> Literal["uvloop", "selector"]:
-    """The loop that `name` means here: auto is uvloop where it is installed. ConfigError if uvloop is asked for and absent."""
+    """The loop that `name` means here: auto is uvloop where it is installed. ConfigError for uvloop where it is not."""
     if name == "selector":
         return "selector"
     try:

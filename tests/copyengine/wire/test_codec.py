@@ -1,0 +1,74 @@
+"""Frames against themselves (round trip), and against anything that is none."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from copyengine.protocol import Attach, CopyCounters, Load, MemoryHandle, Reply, Request, StatsReply, Wake
+from copyengine.wire.codec import Codec
+from copyengine.wire.errors import WireError
+
+handle = st.builds(MemoryHandle, st.just("shm"), st.text(), st.integers(0, 2**63 - 1))
+messages = st.one_of(
+    st.builds(Load, st.text(), st.sampled_from(["bfloat16", "float16", "float32"]), st.text()),
+    st.builds(Attach, st.text(), handle, handle, handle, st.integers(0, 2**63 - 1)),
+    st.builds(Wake, st.text()),
+)
+
+
+@given(messages)
+def test_round_trip(message: Request) -> None:
+    codec: Codec[Request] = Codec(Request)
+    assert codec.decode(codec.encode(message)) == message
+
+
+@given(st.binary(max_size=64))
+def test_junk_is_a_wire_error(frame: bytes) -> None:
+    """Random bytes never decode to a message, nor to any other exception."""
+    with pytest.raises(WireError):
+        Codec[Request](Request).decode(frame)
+
+
+@given(messages, st.data())
+def test_a_cut_or_lengthened_frame_is_a_wire_error(message: Request, data: st.DataObject) -> None:
+    codec: Codec[Request] = Codec(Request)
+    frame = codec.encode(message)
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    for wrong in (frame[:cut], frame + b"\x00"):
+        with pytest.raises(WireError):
+            codec.decode(wrong)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "Unknown"},
+        {"type": "StatsReply"},
+        {"type": "Wake"},
+        {"type": "Wake", "worker": 3},
+        {"type": "Load", "model": "m", "dtype": "int4"},
+        {"worker": "w"},
+        {"type": b"\xff"},
+        [],
+    ],
+)
+def test_well_formed_frames_of_the_wrong_kind(value: object) -> None:
+    with pytest.raises(WireError):
+        Codec[Request](Request).decode(msgspec.msgpack.encode(value))
+
+
+def test_text_that_is_no_utf8_and_bottomless_nesting() -> None:
+    for frame in (b"\x81\xa4type\xa4\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xa1x" * 100_000):
+        with pytest.raises(WireError):
+            Codec[Reply](Reply).decode(frame)
+
+
+def test_a_peer_that_knows_one_field_more_or_less_is_understood() -> None:
+    """Fields with defaults may be absent, unknown ones are skipped."""
+    codec: Codec[Reply] = Codec(Reply)
+    none = CopyCounters()
+    value = msgspec.msgpack.decode(codec.encode(StatsReply(none, none, none, 0, [], 0, False)))
+    del value["malformed_records"]
+    decoded = codec.decode(msgspec.msgpack.encode(value | {"from_the_future": 1}))
+    assert isinstance(decoded, StatsReply) and decoded.malformed_records == 0

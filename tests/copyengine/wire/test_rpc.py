@@ -1,0 +1,399 @@
+"""Request and reply over real sockets, on both event loops, against the module's promises.
+
+One final reply per request, whatever happens; junk is counted and harms nobody; every wait ends.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from msgspec import Struct
+
+from copyengine.wire import rpc
+from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, RequestRefused
+from copyengine.wire.loop import EventLoop, run
+from copyengine.wire.rpc import Call, RpcClient, RpcServer
+
+LOOPS: tuple[EventLoop, ...] = ("uvloop", "selector") if sys.platform != "win32" else ("selector",)
+
+
+class Ask(Struct, frozen=True, tag=True):
+    what: str
+    number: int = 0
+
+
+class Part(Struct, frozen=True, tag=True):
+    number: int
+
+
+class Answer(Struct, frozen=True, tag=True):
+    what: str
+    number: int
+
+
+class Failed(Struct, frozen=True, tag=True):
+    code: str
+    detail: str
+
+
+Reply = Part | Answer | Failed
+Server = RpcServer[Ask, Reply]
+Client = RpcClient[Ask, Reply]
+
+
+async def handle(call: Call[Ask, Reply]) -> Reply:
+    match call.request:
+        case Ask("parts", number):
+            for i in range(number):
+                await call.progress(Part(i))
+        case Ask("slow parts", number):
+            for i in range(number):
+                await asyncio.sleep(0.1)
+                await call.progress(Part(i))
+        case Ask("refuse", _):
+            raise RequestRefused("queue_full", "256 wait")
+        case Ask("copy", _):
+            raise CopyFailed("did not land")
+        case Ask("bug", _):
+            raise ZeroDivisionError("a bug")
+        case Ask("sleep", number):
+            await asyncio.sleep(number / 1000)
+        case Ask("too large", _):
+            return Answer("2^70", 2**70)
+        case Ask("surrogate", _):
+            raise ConfigError("path \udcff")
+    return Answer(call.request.what, call.request.number)
+
+
+@asynccontextmanager
+async def served(
+    endpoint: str = "tcp://127.0.0.1:0", handler: Callable[[Call[Ask, Reply]], Awaitable[Reply]] = handle
+) -> AsyncIterator[tuple[zmq.asyncio.Context, Server, str]]:
+    context = zmq.asyncio.Context()
+    server = Server(context, Ask, handler, Failed)
+    bound = server.bind(endpoint)
+    serving = asyncio.create_task(server.serve())
+    try:
+        yield context, server, bound
+    finally:
+        serving.cancel()
+        await server.close()
+        context.term()
+
+
+@asynccontextmanager
+async def connected(context: zmq.asyncio.Context, endpoint: str) -> AsyncIterator[Client]:
+    client = Client(context, endpoint, Reply, (Answer, Failed), "server")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def in_both_loops(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    for loop in LOOPS:
+        run(test(), loop)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "inproc://rpc-test"])
+def test_many_calls_at_once_each_get_their_own_answer(endpoint: str) -> None:
+    """Sixty calls of two clients that end in the reverse order of their start."""
+
+    async def test() -> None:
+        async with (
+            served(endpoint) as (context, _, bound),
+            connected(context, bound) as one,
+            connected(context, bound) as two,
+        ):
+            asked = [Ask("sleep", 60 - i) for i in range(60)]
+            answers = await asyncio.gather(*((one, two)[i % 2].call(ask, 10) for i, ask in enumerate(asked)))
+            assert answers == [Answer(ask.what, ask.number) for ask in asked]
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_progress_comes_in_order_before_the_final_reply(count: int) -> None:
+    async def test() -> None:
+        async with served() as (context, _, bound), connected(context, bound) as client:
+            replies = [reply async for reply in client.stream(Ask("parts", count), 10)]
+            assert replies == [*map(Part, range(count)), Answer("parts", count)]
+            assert await client.call(Ask("parts", count), 10) == replies[-1]
+
+    in_both_loops(test)
+
+
+def test_every_failure_is_a_final_reply(caplog: pytest.LogCaptureFixture) -> None:
+    """Codes by hand; the server goes on after each, and a bug is in the log."""
+
+    async def test() -> None:
+        async with served() as (context, _, bound), connected(context, bound) as client:
+            assert await client.call(Ask("refuse"), 5) == Failed("queue_full", "256 wait")
+            assert await client.call(Ask("copy"), 5) == Failed("copy_failed", "did not land")
+            for ask in ("bug", "too large", "surrogate"):
+                failed = await client.call(Ask(ask), 5)
+                assert isinstance(failed, Failed) and failed.code == "internal", ask
+            assert await client.call(Ask("fine", 1), 5) == Answer("fine", 1)
+            assert "a bug" in caplog.text and "cannot be encoded" in caplog.text
+
+    in_both_loops(test)
+
+
+def test_a_silent_server_is_a_time_out_and_progress_renews_it() -> None:
+    """The late answer of the first call is dropped and not taken for the second's."""
+
+    async def test() -> None:
+        async with served() as (context, _, bound), connected(context, bound) as client:
+            with pytest.raises(PeerTimeout, match=r"server .* within 0\.05 s"):
+                await client.call(Ask("sleep", 200), 0.05)
+            assert await client.call(Ask("slow parts", 4), 0.3) == Answer("slow parts", 4)
+            assert client.dropped_frames == 0 and client._calls == {}
+
+    in_both_loops(test)
+
+
+def test_nobody_there_is_a_time_out() -> None:
+    async def test() -> None:
+        async with served() as (context, _, bound):
+            pass
+        context = zmq.asyncio.Context()
+        async with connected(context, bound) as client:
+            with pytest.raises(PeerTimeout):
+                await client.call(Ask("x"), 0.1)
+            with pytest.raises(PeerTimeout):
+                await client.call(Ask("x"), 0.1)
+        context.term()
+
+    in_both_loops(test)
+
+
+def test_a_server_that_goes_ends_the_calls_at_once() -> None:
+    """Three calls with long deadlines; `lost` is set also for those who do not call."""
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        async with served() as (_, server, bound):
+            client = Client(context, bound, Reply, (Answer, Failed), "server")
+            calls = [asyncio.create_task(client.call(Ask("sleep", 60_000), 60)) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            assert not client.lost.is_set() and len(server._tasks) == 3
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+        assert [type(result) for result in results] == [PeerDied] * 3
+        assert client.lost.is_set()
+        await client.close()
+        context.term()
+
+    in_both_loops(test)
+
+
+def test_a_client_finds_the_successor_which_sees_no_old_calls() -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        async with served() as (_, _, bound):
+            client = Client(context, bound, Reply, (Answer, Failed), "server")
+            assert await client.call(Ask("x", 1), 5) == Answer("x", 1)
+        with pytest.raises((PeerTimeout, PeerDied)):
+            await client.call(Ask("lost", 2), 0.2)
+        seen: list[Ask] = []
+
+        async def note(call: Call[Ask, Reply]) -> Reply:
+            seen.append(call.request)
+            return Answer("new", 0)
+
+        async with served(bound, note):
+            assert await client.call(Ask("y", 3), 5) == Answer("new", 0)
+            assert seen == [Ask("y", 3)]
+            await client.close()
+        context.term()
+
+    in_both_loops(test)
+
+
+def test_the_last_reply_arrives_although_the_server_closes_after_it() -> None:
+    """As with Shutdown: the handler itself ends the server. Eight times, for it was a race."""
+
+    async def test() -> None:
+        for _ in range(8):
+            context = zmq.asyncio.Context()
+            end = asyncio.Event()
+
+            async def last(call: Call[Ask, Reply], end: asyncio.Event = end) -> Reply:
+                asyncio.get_running_loop().call_soon(end.set)
+                return Answer("bye", 0)
+
+            async with served(handler=last) as (_, _, bound):
+                client = Client(context, bound, Reply, (Answer, Failed), "server")
+                call = asyncio.create_task(client.call(Ask("end"), 5))
+                await end.wait()
+            assert await call == Answer("bye", 0)
+            await client.close()
+            context.term()
+
+    in_both_loops(test)
+
+
+def test_closing_a_client_ends_its_calls() -> None:
+    async def test() -> None:
+        async with served() as (context, _, bound):
+            async with connected(context, bound) as client:
+                call = asyncio.create_task(client.call(Ask("sleep", 60_000), 60))
+                await asyncio.sleep(0.05)
+            with pytest.raises(PeerDied, match="closed"):
+                await call
+
+    in_both_loops(test)
+
+
+def test_a_caller_that_gives_up_leaves_nothing() -> None:
+    async def test() -> None:
+        async with served() as (context, _, bound), connected(context, bound) as client:
+            call = asyncio.create_task(client.call(Ask("sleep", 100), 60))
+            await asyncio.sleep(0.05)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert client._calls == {}
+            await asyncio.sleep(0.1)
+            assert await client.call(Ask("x"), 5) == Answer("x", 0)
+
+    in_both_loops(test)
+
+
+JUNK = [
+    [],
+    [b""],
+    [b"1234567", msgspec.msgpack.encode(Ask("x"))],
+    [b"12345678"],
+    [b"12345678", b"x", b"y"],
+    [b"12345678", b"\xc1"],
+    [b"12345678", msgspec.msgpack.encode({"type": "Other"})],
+    [b"12345678", b"\x91" * 100_000],
+]
+
+
+def test_junk_is_counted_and_harms_nobody() -> None:
+    """Each kind once; where the call number is readable, the sender learns of it. A good client works on."""
+
+    async def test() -> None:
+        async with served() as (context, server, bound), connected(context, bound) as client:
+            raw = context.socket(zmq.DEALER, socket_class=zmq.asyncio.Socket)
+            raw.connect(bound)
+            for frames in JUNK:
+                await raw.send_multipart(frames or [b"", b"", b"", b""])
+            for _ in range(3):
+                number, body = await asyncio.wait_for(raw.recv_multipart(), 5)
+                reply = msgspec.msgpack.decode(body, type=Reply)
+                assert number == b"12345678" and isinstance(reply, Failed) and reply.code == "wire"
+            assert server.dropped_frames == len(JUNK)
+            assert await client.call(Ask("x"), 5) == Answer("x", 0)
+            raw.close(linger=0)
+
+    in_both_loops(test)
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "MAX_FRAME_NBYTES", 1000)
+
+    async def test() -> None:
+        async with (
+            served() as (context, _, bound),
+            connected(context, bound) as good,
+            connected(context, bound) as bad,
+        ):
+            assert await bad.call(Ask("x" * 900), 5) == Answer("x" * 900, 0)
+            with pytest.raises(PeerDied):
+                await bad.call(Ask("x" * 1001), 5)
+            assert await good.call(Ask("x"), 5) == Answer("x", 0)
+            assert await bad.call(Ask("x"), 5) == Answer("x", 0)  # connected again
+
+    in_both_loops(test)
+
+
+def test_replies_that_are_none_are_counted_by_the_client() -> None:
+    """A ROUTER by hand that answers with junk first, then properly."""
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER, socket_class=zmq.asyncio.Socket)
+        router.bind("tcp://127.0.0.1:0")
+        async with connected(context, router.getsockopt_string(zmq.LAST_ENDPOINT)) as client:
+            call = asyncio.create_task(client.call(Ask("x"), 5))
+            peer, number, _ = await router.recv_multipart()
+            good = msgspec.msgpack.encode(Answer("x", 1))
+            for frames in ([b"1"], [number, good, b""], [number, b"\xc1"], [b"87654321", good], [number, good]):
+                await router.send_multipart([peer, *frames])
+            assert await call == Answer("x", 1)
+            assert client.dropped_frames == 3
+        router.close(linger=0)
+        context.term()
+
+    in_both_loops(test)
+
+
+def test_a_client_that_is_gone_or_reads_nothing_costs_only_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress to it raises PeerDied: at once when it left, after the queue is full when it does not read."""
+    monkeypatch.setattr(rpc, "SEND_QUEUE_FRAMES", 10)
+
+    async def test() -> None:
+        ended: asyncio.Queue[str] = asyncio.Queue()
+
+        async def flood(call: Call[Ask, Reply]) -> Reply:
+            if call.request.what == "x":
+                return Answer("x", 0)
+            try:
+                while True:
+                    await call.progress(Answer("y" * 100_000, 0))
+                    await asyncio.sleep(0)
+            except PeerDied as error:
+                ended.put_nowait(str(error))
+                raise
+
+        async with served(handler=flood) as (context, server, bound), connected(context, bound) as good:
+            for close_first in (True, False):
+                raw = context.socket(zmq.DEALER, socket_class=zmq.asyncio.Socket)
+                raw.setsockopt(zmq.RCVHWM, 1)
+                raw.connect(bound)
+                await raw.send_multipart([b"12345678", msgspec.msgpack.encode(Ask("flood"))])
+                if close_first:
+                    await raw.recv_multipart()
+                    raw.close(linger=0)
+                why = await asyncio.wait_for(ended.get(), 20)
+                assert close_first or "does not read" in why
+                assert await good.call(Ask("x"), 5) == Answer("x", 0)
+                raw.close(linger=0)
+            await asyncio.sleep(0.01)
+            assert not server._tasks
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://0.0.0.0:0", "tcp://*:0", "ipc:///x", "tcp://10.0.0.1:0", "tcp://127.0.0.1", "tcp://127.0.0.1.evil:0", ""],
+)
+def test_only_loopback_is_served(endpoint: str) -> None:
+    async def test() -> None:
+        async with served() as (context, _, _):
+            other = Server(context, Ask, handle, Failed)
+            with pytest.raises(ConfigError, match="loopback"):
+                other.bind(endpoint)
+            await other.close()
+
+    run(test(), "selector")
+
+
+def test_a_taken_port_is_a_config_error_that_names_it() -> None:
+    async def test() -> None:
+        async with served() as (context, _, bound):
+            other = Server(context, Ask, handle, Failed)
+            with pytest.raises(ConfigError, match=bound):
+                other.bind(bound)
+            await other.close()
+
+    in_both_loops(test)
