@@ -157,6 +157,7 @@ class RpcClient(Generic[Req, Rep]):
         self._peer = peer
         self._codec: Codec[Rep] = Codec(reply_type)
         self._final = final
+        self._closed = False
         self._numbers = itertools.count(1)
         self._calls: dict[bytes, asyncio.Queue[Rep | PeerDied]] = {}
         self._socket = context.socket(zmq.DEALER)
@@ -173,6 +174,8 @@ class RpcClient(Generic[Req, Rep]):
 
     async def stream(self, request: Req, deadline_s: float) -> AsyncGenerator[Rep, None]:
         """Every reply, the final one last. Raises as `call` does."""
+        if self._closed:
+            raise self._gone("the connection was closed")
         number = next(self._numbers).to_bytes(CALL_NBYTES, "little")
         replies = self._calls[number] = asyncio.Queue()
         try:
@@ -186,6 +189,11 @@ class RpcClient(Generic[Req, Rep]):
                 yield reply
                 if isinstance(reply, self._final):
                     return
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and not (task and task.cancelling()):  # closing the socket cancels what waits to be sent
+                raise self._gone("the connection was closed") from None
+            raise
         except TimeoutError:
             raise PeerTimeout(f"no answer from the {self._peer} at {self.endpoint} within {deadline_s:g} s") from None
         finally:
@@ -193,6 +201,7 @@ class RpcClient(Generic[Req, Rep]):
 
     async def close(self) -> None:
         """End all calls with PeerDied and close the socket."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,7 +212,10 @@ class RpcClient(Generic[Req, Rep]):
 
     def _fail_all(self, why: str) -> None:
         for replies in self._calls.values():
-            replies.put_nowait(PeerDied(f"the {self._peer} at {self.endpoint} is gone: {why}"))
+            replies.put_nowait(self._gone(why))
+
+    def _gone(self, why: str) -> PeerDied:
+        return PeerDied(f"the {self._peer} at {self.endpoint} is gone: {why}")
 
     async def _read(self) -> None:
         while True:

@@ -239,6 +239,8 @@ def test_the_last_reply_arrives_although_the_server_closes_after_it() -> None:
 
 
 def test_closing_a_client_ends_its_calls() -> None:
+    """Those that wait for an answer and those that wait for a connection; none looks as if it were cancelled."""
+
     async def test() -> None:
         async with served() as (context, _, bound):
             async with connected(context, bound) as client:
@@ -246,6 +248,17 @@ def test_closing_a_client_ends_its_calls() -> None:
                 await asyncio.sleep(0.05)
             with pytest.raises(PeerDied, match="closed"):
                 await call
+            with pytest.raises(PeerDied, match="closed"):
+                await client.call(Ask("x"), 60)
+            async with connected(context, "tcp://127.0.0.1:1") as client:
+                call = asyncio.create_task(client.call(Ask("x"), 60))
+                given_up = asyncio.create_task(client.call(Ask("x"), 60))
+                await asyncio.sleep(0.05)
+                given_up.cancel()
+            with pytest.raises(PeerDied, match="closed"):
+                await call
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
 
     in_both_loops(test)
 
