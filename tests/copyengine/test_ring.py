@@ -43,7 +43,7 @@ queries = st.builds(
 
 
 class RingMachine(RuleBasedStateMachine):
-    """The ring is a deque of `capacity` places; a reader may be replaced at any time. Numbers also start near the wrap."""
+    """The ring is a deque of `capacity` places. A reader may be replaced at any time; some numbers wrap."""
 
     @initialize(capacity=st.sampled_from([1, 2, 4, 8]), first=st.sampled_from([0, 5, MASK - 3, MASK]))
     def make(self, capacity: int, first: int) -> None:
