@@ -16,7 +16,7 @@ class CopyEngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     )
     run_id: Annotated[str, Meta(description="prefix of this run's shared memory names; made up if empty")] = ""
     background_depth: Annotated[int, Meta(ge=1, description="background pieces in flight at most")] = 2
-    spin_us: Annotated[int, Meta(ge=0, description="how long to poll an empty ring before sleeping until a Wake")] = 2000
+    spin_us: Annotated[int, Meta(ge=0, description="how long to poll an empty ring before sleeping")] = 2000
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False

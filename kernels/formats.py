@@ -7,7 +7,6 @@ record as a whole aligned to `ALIGNMENT` bytes. A further format is a further ro
 
 from collections.abc import Callable
 
-
 from msgspec import Struct
 
 ALIGNMENT = 128

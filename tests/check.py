@@ -9,7 +9,7 @@ STATIC: tuple[tuple[str, ...], ...] = (
     ("ruff", "format", "--check", "."),
     ("ruff", "check", "."),
     ("mypy",),
-    ("mypy", "--platform", "win32"),
+    ("mypy", "--platform", "win32", "launch.py", "copyengine", "kernels", "scheduler", "worker"),
 )
 """Run as `python -m ...`; mypy reads its packages from pyproject.toml."""
 

@@ -4,6 +4,7 @@ Children are plain `subprocess.Popen` processes watched from threads, because th
 subprocess support. Everything they report lands in one queue that the parent reads.
 """
 
+import contextlib
 import queue
 import subprocess
 import sys
@@ -69,10 +70,8 @@ class Child:
         """Close its standard input: it stops at once."""
         stdin = self._process.stdin
         assert stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it is gone already, with our last line unread
             stdin.close()
-        except OSError:
-            pass  # it is gone already, with our last line unread
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> int:
         """Ask it to stop, kill it if it has not ended `grace_s` later; its exit code."""
@@ -88,11 +87,9 @@ class Child:
     def _tell(self, line: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        try:
+        with contextlib.suppress(OSError, ValueError):  # it is gone: its Exited is on the way
             stdin.write(line)
             stdin.flush()
-        except (OSError, ValueError):
-            pass  # it is gone: its Exited is on the way
 
     def _read(self) -> None:
         stdout = self._process.stdout
@@ -103,4 +100,3 @@ class Child:
                 if event is not None:
                     self._notices.put(Said(self.name, event))
         self._notices.put(Exited(self.name, self._process.wait()))
-

@@ -119,7 +119,7 @@ pairs = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
 submissions = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(KINDS), pairs, st.integers(0, 3))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(submissions, st.just("next"), st.integers(0, 5)), max_size=40), st.integers(1, 3))
 def test_rules_hold_for_any_interleaving(events: list[object], depth: int) -> None:
     """Every pair exactly once, in its query's order; no background while demand is outstanding; all of it ends."""

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from copyengine.budget import Wanted, dense_nbytes, kv_token_nbytes, least_slots, plan, stream_slots
@@ -114,7 +114,6 @@ def test_too_little_memory_names_both_numbers_and_the_flag() -> None:
         plan(spec, "float32", record_of(spec, "float32"), 50 * 10**6, Wanted())
 
 
-@settings(deadline=None)
 @given(
     experts=st.integers(0, 600),
     per_token=st.integers(1, 600),

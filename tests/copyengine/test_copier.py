@@ -175,18 +175,6 @@ def test_sleeps_when_idle_and_wakes_for_wake_and_for_a_step(copier: Copier, work
     until(lambda: copier.stats().asleep)
 
 
-@pytest.mark.parametrize("step", [False, True])
-def test_an_idle_copier_takes_little_of_a_core(copier: Copier, worker: Worker, step: bool) -> None:
-    """CPU time of this process over 0.6 s: asleep, and with a worker that died in the middle of a step."""
-    if step:
-        worker.writer.begin_step()
-    copier.attach(worker.attachment).result(10)
-    time.sleep(0.6)
-    before, start = time.process_time(), time.monotonic()
-    time.sleep(0.6)
-    assert (time.process_time() - before) / (time.monotonic() - start) < 0.05
-
-
 def test_detach_waits_for_what_is_in_flight_and_fails_the_rest(copier: Copier, device: Device, worker: Worker) -> None:
     device.token, device.done = "in flight", lambda: False
     worker.put(0, "stream", (0, 1, 2, 3))

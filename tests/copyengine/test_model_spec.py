@@ -213,7 +213,7 @@ ROPE_JUNK = st.dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     base=st.sampled_from([HUB, DENSE, {}]),
     change=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4),

@@ -75,7 +75,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRing.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_numbers_wrap_at_32_bits() -> None:

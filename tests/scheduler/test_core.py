@@ -114,7 +114,7 @@ class Run:
                 self.step(abort=index)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ACTIONS)
 def test_everybody_ends_in_order_and_every_page_comes_back(actions: list[tuple[str, int, int]]) -> None:
     run = Run()
@@ -131,7 +131,6 @@ def test_everybody_ends_in_order_and_every_page_comes_back(actions: list[tuple[s
             assert run.tokens[request.sequence] == request.max_tokens
 
 
-@settings(deadline=None)
 @given(ACTIONS)
 def test_a_dead_worker_ends_everybody_once(actions: list[tuple[str, int, int]]) -> None:
     run = Run()

@@ -41,7 +41,7 @@ def in_pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(TEXTS)
 def test_a_text_comes_back_in_whole_characters(text: str) -> None:
     tokenizer = TOKENIZERS["byte-level"]
@@ -51,7 +51,7 @@ def test_a_text_comes_back_in_whole_characters(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_tokens_at_all_read_as_the_one_shot_decoding(kind: str, data: st.DataObject) -> None:
     """Random tokens: unfinished characters, stray continuation bytes, special and unknown tokens."""

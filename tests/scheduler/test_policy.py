@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.policy import apportion, least_loaded, next_kind
+from scheduler.policy import StepKind, apportion, least_loaded, next_kind
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40))
 def test_nobody_who_waits_is_passed_over_twice(steps: list[tuple[bool, bool]]) -> None:
-    last = "decode"
+    last: StepKind = "decode"
     passed = {"prefill": 0, "decode": 0}
     for prefilling, decoding in steps:
         kind = next_kind(prefilling, decoding, last)

@@ -28,7 +28,7 @@ def answer(tokens: list[int], ending: Ending) -> tuple[str, list[int], str | Non
     return text, ids, None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.text("ab fox日é🦊", min_size=1, max_size=20),
     st.lists(st.text("ab fox日é🦊", min_size=1, max_size=3), max_size=3),

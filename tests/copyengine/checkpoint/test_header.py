@@ -91,7 +91,7 @@ def test_an_absent_file(tmp_path: Path) -> None:
 GOOD = save({"a": np.ones((3, 5), np.float32), "b": np.ones(7, np.float16)})
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, len(GOOD)), where=st.integers(0, len(GOOD) - 1), byte=st.integers(0, 255))
 def test_no_damage_ends_in_anything_but_a_refusal(tmp_path: Path, cut: int, where: int, byte: int) -> None:
     """What we accept lies inside the file; what the library accepts, we accept (it refuses more: holes, tails)."""
