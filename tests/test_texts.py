@@ -1,4 +1,4 @@
-"""README and ARCHITECTURE against the tree: the tests they name exist, and the commands they give are the ones CI runs."""
+"""README and ARCHITECTURE against the tree: the tests they name exist, the commands they give are the ones CI runs."""
 
 import re
 from pathlib import Path
