@@ -28,7 +28,7 @@ def conditions() -> str:
     module = Path(sys.argv[0]).stem
     return "\n".join(
         (
-            f"- command: `python -m tests.bench.{module} {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
+            f"- command: `{shlex.join(['python', '-m', f'tests.bench.{module}', *sys.argv[1:]])}`",
             f"- machine: {cpu_name()}, {os.cpu_count()} cores, {platform.system()}",
             f"- versions: Python {platform.python_version()}, {versions}",
             f"- commit: {commit}{changed}, {time.strftime('%Y-%m-%d')}",
