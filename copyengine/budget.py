@@ -17,6 +17,15 @@ from kernels.formats import ITEMSIZE
 AUTO_SLOT_SHARE = 4
 """An automatic pool holds one expert in this many."""
 
+QUERY_EXPERTS = 32
+"""Experts a query is cut at. Less than MAX_QUERY, so that a layer's first experts are computed while its next ones are
+copied: time to first token of 128 tokens on demand over E = 128 was 596 ms at 32, 795 ms at 128 (2-core AMD EPYC,
+2026-11, tests/bench/results/LOG.md)."""
+
+STREAM_LAYERS = 2
+MAX_STREAM_GROUPS = 16
+"""Stream slots hold this many layers, one being copied while the other is computed, in this many groups at most."""
+
 AUTO_KV_SEQUENCES = 4
 AUTO_KV_TOKENS = 65536
 AUTO_KV_SHARE = 4
@@ -37,7 +46,8 @@ class Budget(Struct, frozen=True):
     """The sizes of everything large. `total_nbytes` is the sum of the other sizes in bytes."""
 
     slots: int  # S, 0 for a dense model
-    stream_slots: int  # beyond S, in the same pool
+    query_experts: int  # experts of a query and of a stream group; 0 for a dense model
+    stream_groups: int
     kv_tokens: int  # a multiple of page_tokens
     bank_nbytes: int
     pool_nbytes: int  # S + stream slots
@@ -46,6 +56,11 @@ class Budget(Struct, frozen=True):
     workspace_nbytes: int  # activations of the largest step, estimated
     total_nbytes: int
     notes: tuple[str, ...] = ()  # what was changed from what was asked
+
+    @property
+    def stream_slots(self) -> int:
+        """Slots beyond S, in the same pool."""
+        return self.stream_groups * self.query_experts
 
 
 def plan(spec: ModelSpec, dtype: str, record_nbytes: int, available_nbytes: int, wanted: Wanted) -> Budget:
@@ -60,12 +75,12 @@ def plan(spec: ModelSpec, dtype: str, record_nbytes: int, available_nbytes: int,
     workspace = workspace_nbytes(spec, wanted.max_step_tokens)
     kv_tokens = _kv_tokens(spec, dtype, available_nbytes, wanted, notes)
     kv = kv_tokens * kv_token_nbytes(spec, dtype)
-    streams = stream_slots(spec)
-    free = available_nbytes - banks - dense - workspace - kv - streams * record_nbytes
+    query, groups = stream_groups(spec)
+    free = available_nbytes - banks - dense - workspace - kv - query * groups * record_nbytes
     slots = _slots(spec, wanted, free // record_nbytes if record_nbytes else 0, notes)
-    pool = (slots + streams) * record_nbytes
+    pool = (slots + query * groups) * record_nbytes
     total = banks + pool + kv + dense + workspace
-    budget = Budget(slots, streams, kv_tokens, banks, pool, kv, dense, workspace, total, tuple(notes))
+    budget = Budget(slots, query, groups, kv_tokens, banks, pool, kv, dense, workspace, total, tuple(notes))
     if total > available_nbytes:
         raise ConfigError(_too_little(budget, dtype, available_nbytes, wanted))
     return budget
@@ -79,13 +94,13 @@ def least_slots(spec: ModelSpec, demand_prefill: bool) -> int:
     return max(moe.experts_per_token, min(moe.experts, MAX_QUERY)) if demand_prefill else moe.experts_per_token
 
 
-def stream_slots(spec: ModelSpec) -> int:
-    """Slots through which streamed layers pass: two to four groups of one query each. 0 for a dense model."""
+def stream_groups(spec: ModelSpec) -> tuple[int, int]:
+    """Experts in a query or stream group, and how many groups streamed layers pass through. Zeros for a dense model."""
     moe = spec.moe
     if moe is None:
-        return 0
-    groups = max(2, min(4, math.ceil(moe.experts / MAX_QUERY) + 1))
-    return groups * min(moe.experts, MAX_QUERY)
+        return 0, 0
+    query = min(moe.experts, QUERY_EXPERTS)
+    return query, min(STREAM_LAYERS * math.ceil(moe.experts / query), MAX_STREAM_GROUPS)
 
 
 def dense_nbytes(spec: ModelSpec, dtype: str) -> int:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from copyengine.budget import Budget, Wanted, plan
 from copyengine.checkpoint.model import Model, dense_nbytes, open_model
 from copyengine.device.host import HostWorkerDevice
-from copyengine.protocol import MAX_QUERY, Dtype
+from copyengine.protocol import Dtype
 from kernels.formats import RecordLayout, layout
 from worker.kv import KvCache
 from worker.model import build_model
@@ -100,7 +100,8 @@ def make_slots(prepared: Prepared, worker: str, run_id: str, wake: Callable[[], 
         experts=moe.experts,
         record_nbytes=prepared.record.record_nbytes,
         slots=prepared.budget.slots,
-        stream_groups=prepared.budget.stream_slots // min(moe.experts, MAX_QUERY),
+        stream_groups=prepared.budget.stream_groups,
+        max_query=prepared.budget.query_experts,
     )
     return ExpertSlots(HostWorkerDevice(), run_id, worker, geometry, wake)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copyengine.budget import Wanted, dense_nbytes, kv_token_nbytes, least_slots, plan, stream_slots
+from copyengine.budget import Wanted, dense_nbytes, kv_token_nbytes, least_slots, plan, stream_groups
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.model_spec import ModelSpec, parse_spec
 from copyengine.wire.errors import ConfigError
@@ -71,11 +71,18 @@ def test_a_refused_pool_names_the_other_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "slots"), [(1, 2), (8, 16), (127, 254), (128, 256), (129, 384), (256, 384), (257, 512), (4096, 512)]
+    ("experts", "groups"),
+    [(1, (1, 2)), (8, (8, 2)), (32, (32, 2)), (33, (32, 4)), (128, (32, 8)), (129, (32, 10)), (256, (32, 16))],
 )
-def test_stream_slots(experts: int, slots: int) -> None:
-    """Against groups = max(2, min(4, ceil(E / 128) + 1)), by hand."""
-    assert stream_slots(spec_of(experts, 1)) == slots
+def test_stream_groups_hold_two_layers(experts: int, groups: tuple[int, int]) -> None:
+    """Against groups of min(E, 32), as many as two layers take, by hand."""
+    assert stream_groups(spec_of(experts, 1)) == groups
+
+
+@pytest.mark.parametrize("experts", [257, 512, 4096])
+def test_stream_groups_are_bounded(experts: int) -> None:
+    """Against four queries of the largest size, 512 experts, in the groups that are cut."""
+    assert stream_groups(spec_of(experts, 1)) == (32, 16)
 
 
 def test_too_many_slots_are_capped_with_a_note() -> None:
