@@ -100,6 +100,12 @@ def test_a_refused_start_exits_with_2(flags: tuple[str, ...], names: tuple[str, 
     assert all(name in done.stderr for name in names) and "Traceback" not in done.stderr
 
 
+def test_a_start_that_takes_too_long_names_the_knob() -> None:
+    done = launch("--ready-timeout-s", "0.01")
+    assert done.returncode == 1
+    assert "--ready-timeout-s" in done.stderr and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(cache: Path, tmp_path: Path) -> None:
     source = next(path.parent for path in cache.rglob("config.json"))
     for file in source.iterdir():
