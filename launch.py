@@ -37,6 +37,9 @@ from worker.config import WorkerConfig
 LISTEN_TIMEOUT_S = 30.0
 """Seconds a process may take to bind its socket: Python's start and the imports of zmq, 0.3 s on an idle machine."""
 
+LAST_WORD_S = 20.0
+"""Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
+
 DRAIN_TIMEOUT_S = 60.0
 """Seconds running requests may take to finish after SIGTERM."""
 
@@ -116,7 +119,7 @@ class Engine:
             "scheduler",
             SchedulerConfig(model=str(directory), workers=",".join(workers), parent_pipe=True, **serving),
         )
-        return self._wait_for("scheduler", Ready, config.ready_timeout_s, "--ready-timeout-s")
+        return self._wait_for("scheduler", Ready, config.ready_timeout_s + LAST_WORD_S, "--ready-timeout-s")
 
     def serve(self) -> int:
         """Watch the processes until one ends or a signal comes; the exit code."""
@@ -222,7 +225,7 @@ def check_memory(config: LaunchConfig, model: Model) -> None:
         slots=0 if config.slots == "auto" else config.slots,
         kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
         demand_prefill=config.demand_tokens > 0,
-        max_step_tokens=config.chunked_prefill_size,
+        max_step_tokens=max(config.chunked_prefill_size, config.max_running_requests),
     )
     available_nbytes = psutil.virtual_memory().available
     share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // config.workers

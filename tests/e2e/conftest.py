@@ -20,8 +20,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-@pytest.fixture(scope="session")
-def engine(cache: Path) -> Iterator[Engine]:
-    """The engine with its default process layout and event loop."""
-    with running("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS)) as started:
+@pytest.fixture(scope="session", params=["uvloop", "selector"])
+def engine(cache: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The engine with its default process layout, on either event loop."""
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+    flags = ("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS), "--event-loop", request.param)
+    with running(*flags) as started:
         yield started

@@ -1,4 +1,4 @@
-"""Greedy text through launch.py, scheduler, worker and copy engine, against transformers' own implementation."""
+"""Greedy text through launch.py, scheduler, workers and copy engine, against transformers' own implementation."""
 
 import asyncio
 from pathlib import Path
@@ -7,24 +7,48 @@ import numpy as np
 import pytest
 
 from scheduler.client import Client
-from scheduler.protocol import Sampling
+from scheduler.protocol import Sampling, StatsReply
 from tests.e2e.engine import running
-from tests.worker.transformers_oracle import NEW_TOKENS, PROMPT_TOKENS
+from tests.worker.transformers_oracle import CASES, NEW_TOKENS, PROMPT_TOKENS
+
+AT_ONCE = 4
+SMALL_CHUNKS = ("--workers", "2", "--chunked-prefill-size", "16", "--kv-tokens", "640", "--max-running-requests", "3")
 
 
-@pytest.mark.parametrize("case", ["e60_k2_tied", "e128_k8_sharded", "dense"])
-@pytest.mark.parametrize("demand_tokens", [0, 512])
-def test_the_continuation_is_token_for_token_the_same(goldens: Path, case: str, demand_tokens: int) -> None:
-    if (case, demand_tokens) == ("dense", 0):
-        pytest.skip("a dense model knows no threshold")
-    ids = [int(token) for token in np.load(goldens / f"{case}.npz")["ids"]]
+async def ask(endpoint: str, prompt: list[int]) -> tuple[list[list[int]], StatsReply]:
+    """The greedy answers of several clients at once, and the counters afterwards."""
+    async with Client(endpoint) as client:
 
-    async def ask(endpoint: str) -> list[int]:
-        async with Client(endpoint) as client:
-            answer = client.generate(
-                token_ids=ids[:PROMPT_TOKENS], sampling=Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
-            )
+        async def one() -> list[int]:
+            answer = client.generate(token_ids=prompt, sampling=Sampling(max_tokens=NEW_TOKENS, ignore_eos=True))
             return [token async for piece in answer for token in piece.token_ids]
 
-    with running("--model", str(goldens / case), "--demand-tokens", str(demand_tokens), "--dtype", "float32") as engine:
-        assert asyncio.run(ask(engine.endpoint)) == ids[PROMPT_TOKENS:]
+        return await asyncio.gather(*(one() for _ in range(AT_ONCE))), await client.stats()
+
+
+@pytest.mark.parametrize(
+    ("case", "demand_tokens", "flags"),
+    [
+        ("e60_k2_tied", 512, ()),
+        ("e60_k2_tied", 0, ("--served-model-name", "witness", "--copy-engine", "thread")),
+        ("e128_k8_sharded", 512, SMALL_CHUNKS),
+        ("dense", 512, SMALL_CHUNKS),
+    ],
+)
+def test_the_continuation_is_token_for_token_the_same(
+    goldens: Path, case: str, demand_tokens: int, flags: tuple[str, ...]
+) -> None:
+    ids = [int(token) for token in np.load(goldens / f"{case}.npz")["ids"]]
+    model = ("--model", str(goldens / case), "--dtype", "float32", "--demand-tokens", str(demand_tokens))
+    with running(*model, *flags) as engine:
+        answers, stats = asyncio.run(ask(engine.endpoint, ids[:PROMPT_TOKENS]))
+        assert answers == [ids[PROMPT_TOKENS:]] * AT_ONCE
+        assert engine.fact("model").startswith("witness " if "witness" in flags else case)
+        assert engine.fact("workers").startswith("2 " if "--workers" in flags else "1 ")
+    mode, other = (stats.demand, stats.streamed) if demand_tokens else (stats.streamed, stats.demand)
+    if case == "dense":
+        assert stats.demand.steps == 0 and stats.demand.lookups == stats.streamed.lookups == 0
+        return
+    assert mode.steps > 0 and other.steps == 0
+    if not demand_tokens:  # every prefill step makes all experts of all layers available
+        assert mode.lookups == mode.steps * CASES[case]["num_experts"] * 3

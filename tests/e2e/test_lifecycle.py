@@ -83,7 +83,7 @@ def test_a_taken_port_is_refused_by_its_number() -> None:
         start_s = time.monotonic()
         done = launch("--port", port)
     assert done.returncode == 2 and time.monotonic() - start_s < 15
-    assert port in done.stderr and "Traceback" not in done.stderr
+    assert port in done.stderr and "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,14 @@ def test_a_taken_port_is_refused_by_its_number() -> None:
         (("--host", "0.0.0.0"), ("--host", "loopback")),
         (("--slots", "4"), ("--slots 4", "64")),
         (("--max-model-len", "100000000"), ("--max-model-len",)),
+        (("--hf-overrides", '{"num_experts_per_tok": 99}'), ("num_experts_per_tok", "99")),
     ],
 )
 def test_a_refused_start_exits_with_2(flags: tuple[str, ...], names: tuple[str, ...]) -> None:
     done = launch(*flags)
     assert done.returncode == 2
     assert all(name in done.stderr for name in names) and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
 
 
 def test_a_start_that_takes_too_long_names_the_knob() -> None:

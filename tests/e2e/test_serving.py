@@ -18,7 +18,8 @@ from tests.e2e.engine import Engine, command, json_lines
 
 RECORD_NBYTES = 3 * 256 * 128 * 2
 """Of the built-in model: gate, up and down of 256 x 128 in bf16."""
-EXPERTS = 8 * 64
+LAYERS, K = 8, 8
+EXPERTS = LAYERS * 64
 
 
 def ask(engine: Engine, session: Callable[[Client], Awaitable[None]]) -> None:
@@ -49,7 +50,6 @@ def test_the_ready_block_says_what_serves(engine: Engine) -> None:
     assert engine.fact("slots").startswith(f"{SLOTS} of {EXPERTS} experts")
     assert f"up to {DEMAND_TOKENS} tokens" in engine.fact("demand")
     assert engine.fact("workers") == "1 on cpu"
-    assert engine.fact("event loop") in ("uvloop", "selector")
     assert "100.7 MB of shared memory" in engine.fact("experts")
     assert f"--endpoint {engine.endpoint}" in engine.fact("try")
 
@@ -108,9 +108,11 @@ def test_the_threshold_decides_what_is_copied(engine: Engine, tokens: int, chunk
         was, was_still = (before.demand, before.streamed) if chunk == "demand" else (before.streamed, before.demand)
         assert still == was_still and after.decode == before.decode
         assert grown.copied_nbytes - was.copied_nbytes == usage.copied_nbytes
+        lookups = usage.expert_hits + usage.expert_misses
         if chunk == "streamed":
-            assert usage.expert_hits + usage.expert_misses == EXPERTS
-            assert usage.expert_misses >= EXPERTS - SLOTS
+            assert lookups == EXPERTS and usage.expert_misses >= EXPERTS - SLOTS
+        else:  # one token looks up exactly its own experts, more tokens at most theirs, but hardly all there are
+            assert lookups == LAYERS * K if tokens == 1 else LAYERS * K < lookups < EXPERTS
         assert lookups_add_up(after)
 
     ask(engine, session)
