@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import NoReturn
 
 import zmq.asyncio
 
@@ -25,7 +24,7 @@ from copyengine.protocol import (
     StatsReply,
     Wake,
 )
-from copyengine.wire.errors import PeerDied, WireError, from_code
+from copyengine.wire.errors import PeerDied
 from copyengine.wire.rpc import RpcClient
 
 ANSWER_S = 10.0
@@ -36,7 +35,7 @@ class CopyEngineClient:
     """Calls one copy engine. Every method raises PeerDied or PeerTimeout if it is gone or silent."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        self._rpc: RpcClient[Request, Reply] = RpcClient(context, endpoint, Reply, FINAL, "copy engine")
+        self._rpc: RpcClient[Request, Reply] = RpcClient(context, endpoint, Reply, FINAL, Failed, "copy engine")
 
     @property
     def lost(self) -> asyncio.Event:
@@ -49,64 +48,32 @@ class CopyEngineClient:
         dtype: Dtype,
         hf_overrides: str = "{}",
         deadline_s: float = 120.0,
-        on_progress: Callable[[LoadProgress], None] | None = None,
+        on_progress: Callable[[LoadProgress], None] = lambda _: None,
     ) -> Loaded:
         """Load the banks, or join; PeerTimeout after `deadline_s` without progress. ConfigError if it is refused."""
-        async for reply in self._rpc.stream(Load(model, dtype, hf_overrides), deadline_s):
-            match reply:
-                case LoadProgress() as progress:
-                    if on_progress:
-                        on_progress(progress)
-                case Loaded() as loaded:
-                    return loaded
-                case other:
-                    _refuse(other)
-        raise AssertionError("a stream ends with its final reply")
+        return await self._rpc.expect(Load(model, dtype, hf_overrides), Loaded, deadline_s, on_progress)
 
     async def attach(self, request: Attach) -> None:
         """Have the ring of a worker served. RequestRefused("not_loaded") before Load, WireError for wrong memory."""
-        match await self._rpc.call(request, ANSWER_S):
-            case Attached():
-                return
-            case other:
-                _refuse(other)
+        await self._rpc.expect(request, Attached, ANSWER_S)
 
     async def wake(self, worker: str) -> None:
         """Have the rings polled."""
-        await self._done(Wake(worker))
+        await self._rpc.expect(Wake(worker), Done, ANSWER_S)
 
     async def stats(self) -> StatsReply:
         """Its counters."""
-        match await self._rpc.call(Stats(), ANSWER_S):
-            case StatsReply() as stats:
-                return stats
-            case other:
-                _refuse(other)
+        return await self._rpc.expect(Stats(), StatsReply, ANSWER_S)
 
     async def detach(self, worker: str) -> None:
         """Have a worker forgotten."""
-        await self._done(Detach(worker))
+        await self._rpc.expect(Detach(worker), Done, ANSWER_S)
 
     async def shutdown(self) -> None:
         """End it. That it is gone is as good an answer as its reply."""
         with contextlib.suppress(PeerDied):
-            await self._done(Shutdown())
+            await self._rpc.expect(Shutdown(), Done, ANSWER_S)
 
     async def close(self) -> None:
         """Close the connection; the copy engine goes on."""
         await self._rpc.close()
-
-    async def _done(self, request: Request) -> None:
-        match await self._rpc.call(request, ANSWER_S):
-            case Done():
-                return
-            case other:
-                _refuse(other)
-
-
-def _refuse(reply: Reply) -> NoReturn:
-    match reply:
-        case Failed(code=code, detail=detail):
-            raise from_code(code, detail)
-        case other:
-            raise WireError(f"the copy engine answered with {type(other).__name__}")

@@ -16,11 +16,11 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 import zmq.asyncio
 
-from copyengine.wire.errors import PeerDied, PeerError, RequestRefused, WireError
+from copyengine.wire.errors import ConfigError, PeerDied, PeerError, RequestRefused
 from copyengine.wire.rpc import RpcClient
 from scheduler.protocol import (
     FINAL,
@@ -53,7 +53,8 @@ class Answer:
     """One answer, asked for when it is first iterated. Iterate it once.
 
     Leaving the loop early, for whatever reason, aborts the request. After the loop `finished` has the figures.
-    Iterating raises RequestRefused if the engine refuses or fails the request, PeerDied or PeerTimeout if it is gone.
+    Iterating raises RequestRefused if the request cannot be sent, or the engine refuses or fails it; PeerDied or
+    PeerTimeout if the engine is gone.
     """
 
     def __init__(self, client: "Client", request: Generate) -> None:
@@ -80,13 +81,10 @@ class Answer:
                             pass  # it still waits
                         case Tokens():
                             yield reply
-                        case Finished():
+                        case final:
                             over = True
-                            self.finished = reply
-                        case other:
-                            over = True
-                            _refuse(other)
-        except PeerDied:
+                            self.finished = self._client._finished(final)
+        except (PeerDied, RequestRefused):
             over = True
             raise
         finally:
@@ -108,8 +106,14 @@ class Client:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._context = zmq.asyncio.Context()
-        self._rpc = RpcClient(self._context, self.endpoint, Reply, FINAL, "engine")
+        """Connect. ConfigError if the endpoint is none; that nobody is there shows only in what is asked."""
+        context = zmq.asyncio.Context()
+        try:
+            self._rpc = RpcClient(context, self.endpoint, Reply, FINAL, Failed, "engine")
+        except ConfigError:
+            context.term()
+            raise
+        self._context = context
         return self
 
     async def __aexit__(
@@ -142,27 +146,15 @@ class Client:
 
     async def abort(self, request_id: str) -> None:
         """End a request of this client's; its answer finishes with reason "abort". No-op if it has ended."""
-        match await self._connection().call(Abort(request_id), ANSWER_S):
-            case Done():
-                return
-            case other:
-                _refuse(other)
+        await self._connection().expect(Abort(request_id), Done, ANSWER_S)
 
     async def health(self, deadline_s: float = ANSWER_S) -> HealthReply:
         """Whether the engine takes requests. PeerTimeout if nothing answers at the endpoint."""
-        match await self._connection().call(Health(), deadline_s):
-            case HealthReply() as health:
-                return health
-            case other:
-                _refuse(other)
+        return await self._connection().expect(Health(), HealthReply, deadline_s)
 
     async def stats(self) -> StatsReply:
         """The engine's counters."""
-        match await self._connection().call(Stats(), ANSWER_S):
-            case StatsReply() as stats:
-                return stats
-            case other:
-                _refuse(other)
+        return await self._connection().expect(Stats(), StatsReply, ANSWER_S)
 
     async def settle(self) -> None:
         """Wait until the aborts of answers left early are through."""
@@ -177,6 +169,9 @@ class Client:
     def _stream(self, request: Generate) -> AsyncGenerator[Reply, None]:
         return self._connection().stream(request, SILENCE_S)
 
+    def _finished(self, reply: Reply) -> Finished:
+        return self._connection().require(reply, Finished)
+
     def _abort_soon(self, request_id: str) -> None:
         """Not awaited: the iterator that was left may be in the middle of a cancellation or of garbage collection."""
         if self._rpc is not None:
@@ -187,14 +182,6 @@ class Client:
     async def _abort_quietly(self, request_id: str) -> None:
         with contextlib.suppress(PeerError):  # an engine that is gone has no request to abort
             await self.abort(request_id)
-
-
-def _refuse(reply: Reply) -> NoReturn:
-    match reply:
-        case Failed(code=code, detail=detail):
-            raise RequestRefused(code, detail)
-        case other:
-            raise WireError(f"the engine answered with {type(other).__name__}")
 
 
 if __name__ == "__main__":

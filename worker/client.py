@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import NoReturn
 
 import zmq.asyncio
 
-from copyengine.wire.errors import PeerDied, WireError, from_code
+from copyengine.wire.errors import PeerDied
 from copyengine.wire.rpc import RpcClient
 from worker.protocol import (
     FINAL,
@@ -34,7 +33,7 @@ class WorkerClient:
     """Calls one worker. Every method raises PeerDied or PeerTimeout if the worker itself is gone or silent."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        self._rpc: RpcClient[Request, Reply] = RpcClient(context, endpoint, Reply, FINAL, "worker")
+        self._rpc: RpcClient[Request, Reply] = RpcClient(context, endpoint, Reply, FINAL, Failed, "worker")
 
     @property
     def lost(self) -> asyncio.Event:
@@ -42,60 +41,29 @@ class WorkerClient:
         return self._rpc.lost
 
     async def load(
-        self, request: Load, deadline_s: float, on_progress: Callable[[LoadProgress], None] | None = None
+        self, request: Load, deadline_s: float, on_progress: Callable[[LoadProgress], None] = lambda _: None
     ) -> Loaded:
         """Load a model; progress renews the deadline. ConfigError if the worker refuses."""
-        async for reply in self._rpc.stream(request, deadline_s):
-            match reply:
-                case LoadProgress() as progress:
-                    if on_progress:
-                        on_progress(progress)
-                case Loaded() as loaded:
-                    return loaded
-                case other:
-                    _refuse(other)
-        raise AssertionError("a stream ends with its final reply")
+        return await self._rpc.expect(request, Loaded, deadline_s, on_progress)
 
     async def run_step(self, step: RunStep, deadline_s: float) -> StepDone | Failed:
         """Run one step. A step that failed is a value, not an error: the worker goes on and takes the next one."""
-        match await self._rpc.call(step, deadline_s):
-            case (StepDone() | Failed()) as outcome:
-                return outcome
-            case other:
-                _refuse(other)
+        reply = await self._rpc.call(step, deadline_s)
+        return reply if isinstance(reply, Failed) else self._rpc.require(reply, StepDone)
 
     async def release(self, sequences: list[int]) -> None:
         """Forget what the worker keeps for these sequences."""
-        await self._done(Release(sequences))
+        await self._rpc.expect(Release(sequences), Done, ANSWER_S)
 
     async def stats(self) -> StatsReply:
         """Its counters."""
-        match await self._rpc.call(Stats(), ANSWER_S):
-            case StatsReply() as stats:
-                return stats
-            case other:
-                _refuse(other)
+        return await self._rpc.expect(Stats(), StatsReply, ANSWER_S)
 
     async def shutdown(self) -> None:
         """End the process. That it is gone is as good an answer as its reply."""
         with contextlib.suppress(PeerDied):
-            await self._done(Shutdown())
+            await self._rpc.expect(Shutdown(), Done, ANSWER_S)
 
     async def close(self) -> None:
         """Close the connection; the worker goes on."""
         await self._rpc.close()
-
-    async def _done(self, request: Request) -> None:
-        match await self._rpc.call(request, ANSWER_S):
-            case Done():
-                return
-            case other:
-                _refuse(other)
-
-
-def _refuse(reply: Reply) -> NoReturn:
-    match reply:
-        case Failed(code=code, detail=detail):
-            raise from_code(code, detail)
-        case other:
-            raise WireError(f"the worker answered with {type(other).__name__}")

@@ -20,8 +20,11 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Any) -> bytes:
-        """One frame."""
-        return self._encoder.encode(message)
+        """One frame. WireError if a value has no form in it: an int over 64 bits, text with a lone surrogate."""
+        try:
+            return self._encoder.encode(message)
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+            raise WireError(str(error)) from None
 
     def decode(self, frame: bytes) -> M:
         """The message in `frame`. WireError if it is malformed or of no type of the union."""

@@ -47,7 +47,7 @@ class CopyFailed(SlotstreamError):
 
 
 class WireError(SlotstreamError):
-    """A frame was malformed, oversized or of an unknown type."""
+    """A frame was malformed, oversized or of an unexpected type, or a message has no form as one."""
 
 
 _BY_CODE: dict[str, type[SlotstreamError]] = {

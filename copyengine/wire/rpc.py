@@ -7,22 +7,33 @@ the sender learn of it, by a Failed("wire").
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from copyengine.wire.codec import MAX_FRAME_NBYTES, Codec
-from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, WireError, code_of
+from copyengine.wire.errors import (
+    ConfigError,
+    PeerDied,
+    PeerTimeout,
+    RequestRefused,
+    SlotstreamError,
+    WireError,
+    code_of,
+    from_code,
+)
 
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
+K = TypeVar("K")
 log = logging.getLogger(__name__)
 
 CALL_NBYTES = 8
@@ -33,6 +44,16 @@ LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|
 
 SEND_QUEUE_FRAMES = 1000
 """Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.progress` raises PeerDied."""
+
+
+class Failure(Protocol):
+    """What every protocol's Failed has."""
+
+    @property
+    def code(self) -> str: ...
+
+    @property
+    def detail(self) -> str: ...
 
 
 class Call(Generic[Req, Rep]):
@@ -140,23 +161,31 @@ class RpcServer(Generic[Req, Rep]):
     def _encode(self, reply: Rep) -> bytes:
         try:
             return self._codec.encode(reply)
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # an int over 64 bits, a lone surrogate
+        except WireError as error:
             log.exception("a reply cannot be encoded")
-            return self._codec.encode(self._failed("internal", f"the reply cannot be encoded: {type(error).__name__}"))
+            return self._codec.encode(self._failed("internal", f"the reply cannot be encoded: {error}"))
 
 
 class RpcClient(Generic[Req, Rep]):
     """Calls one server. Must be made, used and closed on one running event loop."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str, reply_type: Any, final: tuple[type, ...], peer: str
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        reply_type: Any,
+        final: tuple[type, ...],
+        failed: type[Failure],
+        peer: str,
     ) -> None:
+        """Connect; that nobody is there shows only in calls. ConfigError if `endpoint` is none."""
         self.endpoint = endpoint
         self.dropped_frames = 0
         self.lost = asyncio.Event()  # set once the server's connection closed, also while no call is out
         self._peer = peer
         self._codec: Codec[Rep] = Codec(reply_type)
         self._final = final
+        self._failed = failed
         self._closed = False
         self._numbers = itertools.count(1)
         self._calls: dict[bytes, asyncio.Queue[Rep | PeerDied]] = {}
@@ -165,22 +194,51 @@ class RpcClient(Generic[Req, Rep]):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # never queue for a dead server: its successor must not see old calls
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            self._close_sockets()
+            why = zmq.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else error
+            example = "an endpoint looks like tcp://127.0.0.1:5757"
+            raise ConfigError(f"cannot connect to the {peer} at {endpoint!r}: {why}; {example}") from None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
+    async def expect(
+        self, request: Req, kind: type[K], deadline_s: float, on_progress: Callable[[Any], None] = lambda _: None
+    ) -> K:
+        """The final reply, which must be a `kind`; those before it go to `on_progress`. Raises as call and require."""
+        async with contextlib.aclosing(self.stream(request, deadline_s)) as replies:
+            async for reply in replies:
+                if not isinstance(reply, self._final):
+                    on_progress(reply)
+        return self.require(reply, kind)
+
+    def require(self, reply: Rep, kind: type[K]) -> K:
+        """`reply`, if it is a `kind`; else the error that a Failed stands for, or WireError for any other reply."""
+        if isinstance(reply, kind):
+            return reply
+        if isinstance(reply, self._failed):
+            raise from_code(reply.code, reply.detail)
+        raise WireError(f"the {self._peer} answered with {type(reply).__name__}")
+
     async def call(self, request: Req, deadline_s: float) -> Rep:
-        """The final reply. PeerTimeout after `deadline_s` without progress, PeerDied if the server dies."""
+        """The final reply, whatever it is.
+
+        PeerTimeout after `deadline_s` without progress, PeerDied if the server dies, RequestRefused("invalid_request")
+        if the request cannot be sent at all.
+        """
         return [reply async for reply in self.stream(request, deadline_s)][-1]
 
     async def stream(self, request: Req, deadline_s: float) -> AsyncGenerator[Rep, None]:
         """Every reply, the final one last. Raises as `call` does."""
         if self._closed:
             raise self._gone("the connection was closed")
+        frame = self._encode(request)
         number = next(self._numbers).to_bytes(CALL_NBYTES, "little")
         replies = self._calls[number] = asyncio.Queue()
         try:
             async with asyncio.timeout(deadline_s):
-                await self._socket.send_multipart([number, self._codec.encode(request)])
+                await self._socket.send_multipart([number, frame])
             while True:
                 async with asyncio.timeout(deadline_s):
                     reply = await replies.get()
@@ -206,9 +264,18 @@ class RpcClient(Generic[Req, Rep]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_all("the connection was closed")
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
+
+    def _encode(self, request: Req) -> bytes:
+        try:
+            return self._codec.encode(request)
+        except WireError as error:
+            raise RequestRefused("invalid_request", f"the request cannot be encoded: {error}") from None
 
     def _fail_all(self, why: str) -> None:
         for replies in self._calls.values():

@@ -23,6 +23,12 @@ def test_round_trip(message: Request) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
+@pytest.mark.parametrize("value", [2**70, "\udcff", object()])
+def test_what_no_frame_can_hold_is_a_wire_error(value: object) -> None:
+    with pytest.raises(WireError):
+        Codec[Request](Request).encode([value])
+
+
 @given(st.binary(max_size=64))
 def test_junk_is_a_wire_error(frame: bytes) -> None:
     """Random bytes never decode to a message, nor to any other exception."""

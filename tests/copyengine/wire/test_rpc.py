@@ -16,7 +16,7 @@ import zmq.asyncio
 from msgspec import Struct
 
 from copyengine.wire import rpc
-from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, RequestRefused
+from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, RequestRefused, WireError
 from copyengine.wire.loop import EventLoop, run
 from copyengine.wire.rpc import Call, RpcClient, RpcServer
 
@@ -89,7 +89,7 @@ async def served(
 
 @asynccontextmanager
 async def connected(context: zmq.asyncio.Context, endpoint: str) -> AsyncIterator[Client]:
-    client = Client(context, endpoint, Reply, (Answer, Failed), "server")
+    client = Client(context, endpoint, Reply, (Answer, Failed), Failed, "server")
     try:
         yield client
     finally:
@@ -125,6 +125,55 @@ def test_progress_comes_in_order_before_the_final_reply(count: int) -> None:
             replies = [reply async for reply in client.stream(Ask("parts", count), 10)]
             assert replies == [*map(Part, range(count)), Answer("parts", count)]
             assert await client.call(Ask("parts", count), 10) == replies[-1]
+
+    in_both_loops(test)
+
+
+def test_an_expected_reply_is_the_reply_and_others_are_errors() -> None:
+    """Progress on the way is heard; a Failed is raised as what it stands for."""
+
+    async def test() -> None:
+        async with served() as (context, _, bound), connected(context, bound) as client:
+            heard: list[Reply] = []
+            assert await client.expect(Ask("parts", 3), Answer, 5, heard.append) == Answer("parts", 3)
+            assert heard == [*map(Part, range(3))]
+            with pytest.raises(RequestRefused) as refused:
+                await client.expect(Ask("refuse"), Answer, 5)
+            assert (refused.value.code, refused.value.detail) == ("queue_full", "256 wait")
+            with pytest.raises(CopyFailed, match="did not land"):
+                await client.expect(Ask("copy"), Answer, 5)
+            with pytest.raises(WireError, match="the server answered with Answer"):
+                await client.expect(Ask("x"), Part, 5)
+            assert client._calls == {}
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize("ask", [Ask("x", 2**70), Ask("\udcff")])
+def test_what_cannot_be_encoded_is_refused_before_it_is_sent(ask: Ask) -> None:
+    async def test() -> None:
+        async with served() as (context, _, bound), connected(context, bound) as client:
+            with pytest.raises(RequestRefused) as refused:
+                await client.call(ask, 5)
+            assert refused.value.code == "invalid_request"
+            assert client._calls == {}
+            assert await client.call(Ask("x"), 5) == Answer("x", 0)
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["foo", "localhost:5757", "http://127.0.0.1:1", "tcp://127.0.0.1", "", "tcp://\udcff:1"]
+)
+def test_an_endpoint_that_is_none_is_a_config_error_that_names_it(endpoint: str) -> None:
+    """And nothing stays open, or the context could not end."""
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        with pytest.raises(ConfigError) as refused:
+            Client(context, endpoint, Reply, (Answer, Failed), Failed, "server")
+        assert repr(endpoint) in str(refused.value)
+        context.term()
 
     in_both_loops(test)
 
@@ -179,7 +228,7 @@ def test_a_server_that_goes_ends_the_calls_at_once() -> None:
     async def test() -> None:
         context = zmq.asyncio.Context()
         async with served() as (_, server, bound):
-            client = Client(context, bound, Reply, (Answer, Failed), "server")
+            client = Client(context, bound, Reply, (Answer, Failed), Failed, "server")
             calls = [asyncio.create_task(client.call(Ask("sleep", 60_000), 60)) for _ in range(3)]
             await asyncio.sleep(0.1)
             assert not client.lost.is_set() and len(server._tasks) == 3
@@ -196,7 +245,7 @@ def test_a_client_finds_the_successor_which_sees_no_old_calls() -> None:
     async def test() -> None:
         context = zmq.asyncio.Context()
         async with served() as (_, _, bound):
-            client = Client(context, bound, Reply, (Answer, Failed), "server")
+            client = Client(context, bound, Reply, (Answer, Failed), Failed, "server")
             assert await client.call(Ask("x", 1), 5) == Answer("x", 1)
         with pytest.raises((PeerTimeout, PeerDied)):
             await client.call(Ask("lost", 2), 0.2)
@@ -228,7 +277,7 @@ def test_the_last_reply_arrives_although_the_server_closes_after_it() -> None:
                 return Answer("bye", 0)
 
             async with served(handler=last) as (_, _, bound):
-                client = Client(context, bound, Reply, (Answer, Failed), "server")
+                client = Client(context, bound, Reply, (Answer, Failed), Failed, "server")
                 call = asyncio.create_task(client.call(Ask("end"), 5))
                 await end.wait()
             assert await call == Answer("bye", 0)
