@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -40,14 +41,27 @@ Notice = Said | Exited | Told
 Notices = queue.SimpleQueue[Notice]
 
 
+def _own_group() -> dict[str, Any]:
+    """Popen's options that put a child into a process group of its own.
+
+    A terminal sends Ctrl-C to the whole group of its foreground process, also to a child that still imports and
+    handles no signals yet; so the parent alone gets it, and tells its children through their pipes. Ctrl-Z too reaches
+    the parent alone: the children go on serving, and are heard again when it continues. A parent that is gone is
+    noticed by the pipe's end, which needs no group.
+    """
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    return {"process_group": 0}
+
+
 class Child:
-    """One running `python -m module` with pipes to its standard input and output."""
+    """One running `python -m module` with pipes to its standard input and output, out of reach of Ctrl-C."""
 
     def __init__(self, name: str, module: str, argv: Sequence[str], notices: Notices) -> None:
         self.name = name
         self._notices = notices
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", module, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **_own_group()
         )
         self._reader = threading.Thread(target=self._read, name=f"{name}-events", daemon=True)
         self._reader.start()

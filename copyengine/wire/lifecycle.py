@@ -74,8 +74,8 @@ def parse_event(line: bytes) -> Event | None:
 def watch_parent(on_command: Callable[[Literal["drain", "stop"]], None]) -> None:
     """Call `on_command` from a thread for each command of the parent's, "stop" last.
 
-    Interrupt signals are the parent's to handle (a terminal sends them to the whole group), so they are ignored from
-    here on. If the process still lives STOP_GRACE_S after the stop, it is ended with exit code 1.
+    Interrupt signals are the parent's to handle, so they are ignored from here on. If the process still lives
+    STOP_GRACE_S after the stop, it is ended with exit code 1.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
