@@ -40,7 +40,7 @@ class Orders:
 def run_process(main: Callable[[Orders], Coroutine[Any, Any, None]], event_loop: EventLoop, parent_pipe: bool) -> int:
     """Run `main` until it returns or `orders.stop` is set, which cancels it; the exit code.
 
-    A start that is refused (ConfigError) or fails is announced as StartFailed.
+    A start that is refused (ConfigError) or fails is announced as StartFailed, see `refuse`.
     """
 
     async def supervise() -> None:
@@ -61,7 +61,7 @@ def run_process(main: Callable[[Orders], Coroutine[Any, Any, None]], event_loop:
         with asyncio.Runner(loop_factory=loop_factory(event_loop)) as runner:
             runner.run(supervise())
     except SlotstreamError as error:
-        return refuse(error)
+        return refuse(error, parent_pipe)
     except Exception as error:
         log.exception("the process failed")
         announce(StartFailed("internal", f"{type(error).__name__}: {error}"))
@@ -69,8 +69,9 @@ def run_process(main: Callable[[Orders], Coroutine[Any, Any, None]], event_loop:
     return 0
 
 
-def refuse(error: SlotstreamError) -> int:
-    """Tell parent and person why the process does not run; the exit code."""
+def refuse(error: SlotstreamError, parent_pipe: bool = False) -> int:
+    """Say why the process does not run; the exit code. A parent that reads the announcement tells the person."""
     announce(StartFailed(code_of(error), str(error)))
-    sys.stderr.write(f"error: {error}\n")
+    if not parent_pipe:
+        sys.stderr.write(f"error: {error}\n")
     return EXIT_CONFIG if isinstance(error, ConfigError) else 1
