@@ -119,8 +119,10 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._rpc is None:  # it never connected
+            return
         await self.settle()
-        rpc, self._rpc = self._connection(), None
+        rpc, self._rpc = self._rpc, None
         await rpc.close()
         assert self._context
         self._context.term()

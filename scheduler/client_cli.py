@@ -2,13 +2,15 @@
 
 import argparse
 import asyncio
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 import msgspec
 
-from copyengine.wire.errors import PeerDied, PeerTimeout, SlotstreamError
+from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError
+from copyengine.wire.lifecycle import EXIT_CONFIG
 from copyengine.wire.loop import loop_factory
 from scheduler.client import DEFAULT_ENDPOINT, Answer, Client
 from scheduler.protocol import Finished, Message, Sampling
@@ -103,11 +105,11 @@ class Session:
         self._sampling = sampling
 
     def open(self) -> None:
-        """Connect. NotServing if there is no engine that takes requests."""
+        """Connect. ConfigError if the endpoint is none, NotServing if no engine there takes requests."""
         self._runner.run(self._open())
 
     def close(self) -> None:
-        """Abort what still runs and disconnect."""
+        """Abort what still runs and disconnect. No-op if `open` could not connect."""
         self._runner.run(self._client.__aexit__(None, None, None))
 
     def answer(self, prompt: str) -> None:
@@ -160,6 +162,8 @@ class Session:
 def run(stated: argparse.Namespace) -> None:
     """Answer or chat as the flags say."""
     screen = Screen(sys.stdout, stated.json)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # as in the command line; what is not UTF-8 is refused as a prompt
+        sys.stdin.reconfigure(errors="surrogateescape")
     with asyncio.Runner(loop_factory=loop_factory(stated.event_loop)) as runner:
         session = Session(runner, stated.endpoint, screen, sampling_of(stated))
         try:
@@ -178,6 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     try:
         run(parser().parse_args(argv))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_CONFIG
     except SlotstreamError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

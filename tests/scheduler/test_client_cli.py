@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from copyengine.wire.lifecycle import EXIT_CONFIG
 from scheduler.client_cli import figures, parser, sampling_of
 from scheduler.protocol import Finished, Sampling, Timing, Usage
 from tests.scheduler.rig import engine, expected, on_loop
@@ -84,6 +85,40 @@ def test_a_refused_request_is_one_line(model: Path) -> None:
             assert done.stderr == "error: invalid_request: top_p 7.0 must be in (0, 1]\n"
 
     on_loop("selector", main)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin"),
+    [
+        (["a fox", "--seed", "100000000000000000000"], None),
+        ([os.fsdecode(b"a \xff fox")], None),
+        (["a fox", "--stop", os.fsdecode(b"\xff")], None),
+        ([], b"a \xff fox"),
+    ],
+)
+def test_what_cannot_be_sent_is_one_line(model: Path, flags: list[str], stdin: bytes | None) -> None:
+    """An int over 64 bits, and bytes that are no UTF-8."""
+
+    async def main() -> None:
+        async with engine(model) as rig:
+            argv = [*COMMAND, "--endpoint", rig.endpoint, *flags]
+            done = await asyncio.to_thread(subprocess.run, argv, input=stdin, capture_output=True, timeout=15)
+            assert (done.returncode, done.stdout) == (1, b"")
+            assert done.stderr.startswith(b"error: invalid_request: the request cannot be encoded")
+            assert done.stderr.count(b"\n") == 1
+            async with rig.client() as client:
+                stats = await client.stats()
+                assert (stats.aborted, stats.dropped_frames) == (0, 0)
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize("endpoint", ["foo", "localhost:5757", os.fsdecode(b"\xff")])
+def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
+    done = subprocess.run([*COMMAND, "--endpoint", endpoint, "hi"], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (EXIT_CONFIG, "")
+    assert done.stderr.startswith(f"error: cannot connect to the engine at {endpoint!r}")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
