@@ -7,10 +7,12 @@ Streams of a device give no priority between copies, so the order is decided her
   none while a demand query is outstanding: submitted and not completely copied.
 
 The pieces of a query are handed out in order. `Piece.last` tells when its flag is due: after that piece, on its stream.
+A query of which a piece could not be copied hands out no more; it has failed once none of its pieces is in flight.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import count
 
 from msgspec import Struct
 
@@ -26,6 +28,7 @@ class Piece(Struct, frozen=True):
 
     worker: str
     query: CopyQuery
+    number: int  # of the query, among all that were ever submitted
     stream: Stream
     first_expert: int
     first_slot: int
@@ -34,12 +37,14 @@ class Piece(Struct, frozen=True):
 
 
 class _Job:
-    """A query and its pieces not handed out yet."""
+    """A query: its pieces not handed out yet, how many are in flight, and whether it must fail."""
 
-    def __init__(self, worker: str, query: CopyQuery) -> None:
+    def __init__(self, worker: str, query: CopyQuery, number: int) -> None:
         self.worker = worker
         self.query = query
-        self.pieces = deque(_cut(worker, query))
+        self.pieces = deque(_cut(worker, query, number))
+        self.in_flight = 0
+        self.failed = False
 
 
 class Arbiter:
@@ -47,12 +52,16 @@ class Arbiter:
 
     def __init__(self, background_depth: int) -> None:
         self._depth = background_depth
-        self._waiting: dict[Kind, deque[_Job]] = {kind: deque() for kind in KINDS}
+        self._numbers = count()
+        self._jobs: dict[int, _Job] = {}  # by number: with pieces to hand out or in flight
+        self._waiting: dict[Kind, deque[_Job]] = {kind: deque() for kind in KINDS}  # with pieces to hand out
         self._in_flight: Counter[tuple[str, Stream]] = Counter()  # pieces of each worker on each stream
 
     def submit(self, worker: str, query: CopyQuery) -> None:
         """Queue one query."""
-        self._waiting[query.kind].append(_Job(worker, query))
+        number = next(self._numbers)
+        job = self._jobs[number] = _Job(worker, query, number)
+        self._waiting[query.kind].append(job)
 
     def next(self) -> Piece | None:
         """The next piece that may be issued now, which then counts as in flight; None if there is none."""
@@ -63,30 +72,48 @@ class Arbiter:
         piece = job.pieces.popleft()
         if not job.pieces:
             self._waiting[kind].popleft()
+        job.in_flight += 1
         self._in_flight[piece.worker, piece.stream] += 1
         return piece
 
-    def completed(self, piece: Piece) -> None:
-        """The piece is copied, or failed: it is no longer in flight."""
-        self._in_flight[piece.worker, piece.stream] -= 1
+    def completed(self, piece: Piece, copied: bool = True) -> bool:
+        """The piece is no longer in flight: it is copied, or it failed.
 
-    def drop(self, query: CopyQuery) -> None:
-        """Hand out no more pieces of this query, one of whose pieces was the last to be handed out of its kind."""
-        waiting = self._waiting[query.kind]
-        if waiting and waiting[0].query is query:
-            waiting.popleft()
+        True if by that its whole query has failed: once for each such query, and nothing of it is in flight then.
+        """
+        self._in_flight[piece.worker, piece.stream] -= 1
+        job = self._jobs[piece.number]
+        job.in_flight -= 1
+        if not copied:
+            self._fail(job)
+        if job.pieces or job.in_flight:
+            return False
+        del self._jobs[piece.number]
+        return job.failed
 
     def drop_worker(self, worker: str) -> list[CopyQuery]:
-        """Hand out no more pieces of this worker's; the queries that will never be finished."""
+        """Fail this worker's queries of which not all is handed out; those of which nothing is in flight.
+
+        `completed` tells when the others have failed.
+        """
         dropped = []
-        for kind, waiting in self._waiting.items():
-            dropped += [job.query for job in waiting if job.worker == worker]
-            self._waiting[kind] = deque(job for job in waiting if job.worker != worker)
+        for number, job in list(self._jobs.items()):
+            if job.worker == worker and job.pieces:
+                self._fail(job)
+                if not job.in_flight:
+                    del self._jobs[number]
+                    dropped.append(job.query)
         return dropped
 
     def in_flight(self, worker: str) -> int:
         """Pieces of this worker that are handed out and not completed."""
         return self._in_flight[worker, "demand"] + self._in_flight[worker, "background"]
+
+    def _fail(self, job: _Job) -> None:
+        job.failed = True
+        if job.pieces:
+            job.pieces.clear()
+            self._waiting[job.query.kind].remove(job)
 
     def _next_kind(self) -> Kind | None:
         if self._waiting["demand"]:
@@ -99,21 +126,21 @@ class Arbiter:
         return next((kind for kind in KINDS if self._waiting[kind]), None)
 
 
-def _cut(worker: str, query: CopyQuery) -> Iterator[Piece]:
+def _cut(worker: str, query: CopyQuery, number: int) -> Iterator[Piece]:
     stream: Stream = "demand" if query.kind == "demand" else "background"
     runs = _runs(query, longest=len(query.experts) if stream == "demand" else 1) or [(0, 0, 0)]
-    for i, (expert, slot, count) in enumerate(runs):
-        yield Piece(worker, query, stream, expert, slot, count, last=i == len(runs) - 1)
+    for i, (expert, slot, length) in enumerate(runs):
+        yield Piece(worker, query, number, stream, expert, slot, length, last=i == len(runs) - 1)
 
 
 def _runs(query: CopyQuery, longest: int) -> list[tuple[int, int, int]]:
-    """(expert, slot, count) of each run of pairs that both count up by one."""
+    """(expert, slot, length) of each run of pairs that both count up by one."""
     runs: list[tuple[int, int, int]] = []
     for expert, slot in zip(query.experts, query.slots, strict=True):
         if runs:
-            first_expert, first_slot, count = runs[-1]
-            if count < longest and (expert, slot) == (first_expert + count, first_slot + count):
-                runs[-1] = (first_expert, first_slot, count + 1)
+            first_expert, first_slot, length = runs[-1]
+            if length < longest and (expert, slot) == (first_expert + length, first_slot + length):
+                runs[-1] = (first_expert, first_slot, length + 1)
                 continue
         runs.append((expert, slot, 1))
     return runs

@@ -17,13 +17,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from copyengine.arbiter import Arbiter, Piece
-from copyengine.device import FAILED, LANDED, Bytes, CopyDevice, Memory
+from copyengine.device import FAILED, LANDED, Bytes, CopyDevice, Memory, Stream
 from copyengine.protocol import CopyCounters
 from copyengine.ring import KINDS, CopyQuery, Kind, Malformed, RingReader
 from copyengine.sync import nap
 from copyengine.wire.errors import CopyFailed, PeerDied
 
 T = TypeVar("T")
+DETACH_S = 2.0
+"""Seconds that a worker's copies in flight may take to end before it is detached without them."""
+
+STOP_S = 4.0
+"""Seconds that `stop` waits for the thread. The process ends without it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +69,7 @@ class Copier:
         self._spin_s = spin_us / 1e6
         self._on_death = on_death
         self._attached: dict[str, Attachment] = {}
-        self._issued: deque[tuple[Piece, Any]] = deque()
+        self._issued: deque[tuple[Piece, Attachment, Any]] = deque()
         self._counters: dict[Kind, CopyCounters] = {kind: CopyCounters() for kind in KINDS}
         self._malformed = 0
         self._calls: deque[Callable[[], None]] = deque()
@@ -76,12 +82,16 @@ class Copier:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, if it was started, and unmap all workers' memory; queries not copied get FAILED flags."""
+    def stop(self) -> bool:
+        """End the thread, if it was started, and unmap all workers' memory; queries not copied get FAILED flags.
+
+        That includes what lies in the rings unread. False if the thread has not ended STOP_S later.
+        """
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
+        return not self._thread.is_alive()
 
     def wake(self) -> None:
         """Poll the rings for at least `spin_us` from now on."""
@@ -97,7 +107,8 @@ class Copier:
         return self._call(attach)
 
     def detach(self, worker: str) -> Future[None]:
-        """Forget this worker, if it is attached: drops its queries, unmaps its memory once no copy goes there."""
+        """Forget this worker, if it is attached: its queries not copied, the unread ones in its ring too, get FAILED
+        flags; its memory is unmapped once no copy goes there."""
         return self._call(lambda: self._detach(worker))
 
     def stats(self) -> CopierStats:
@@ -121,6 +132,7 @@ class Copier:
     def _run(self) -> None:
         try:
             self._loop()
+            self._answer_calls()
             for worker in list(self._attached):
                 self._detach(worker)
         except Exception:
@@ -133,8 +145,7 @@ class Copier:
             if self._wake.is_set():
                 self._wake.clear()
                 last_work = time.monotonic()
-            while self._calls:
-                self._calls.popleft()()
+            self._answer_calls()
             if self._poll() | self._retire() | self._issue():
                 last_work = time.monotonic()
                 continue
@@ -143,6 +154,10 @@ class Copier:
                 nap(idle_s)
             else:
                 self._sleep()
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _sleep(self) -> None:
         """Sleep until a Wake, a call or the stop, unless a step has begun meanwhile."""
@@ -159,14 +174,20 @@ class Copier:
     def _poll(self) -> bool:
         """Take what the rings hold."""
         found = False
-        for worker, attachment in self._attached.items():
-            while (record := attachment.reader.poll()) is not None:
-                found = True
-                if isinstance(record, CopyQuery):
-                    self._arbiter.submit(worker, record)
-                    self._count(record.kind, queries=1)
-                else:
-                    self._refuse(attachment, record)
+        for attachment in self._attached.values():
+            found |= self._take(attachment)
+        return found
+
+    def _take(self, attachment: Attachment) -> bool:
+        """Take what one ring holds."""
+        found = False
+        while (record := attachment.reader.poll()) is not None:
+            found = True
+            if isinstance(record, CopyQuery):
+                self._arbiter.submit(attachment.worker, record)
+                self._count(record.kind, queries=1)
+            else:
+                self._refuse(attachment, record)
         return found
 
     def _refuse(self, attachment: Attachment, record: Malformed) -> None:
@@ -180,60 +201,74 @@ class Copier:
         piece = self._arbiter.next()
         if piece is None:
             return False
-        try:
-            self._issued.append((piece, self._copy(piece)))
-        except CopyFailed as error:
-            self._fail(piece, error)
-        return True
-
-    def _copy(self, piece: Piece) -> Any:
         attachment = self._attached[piece.worker]
-        nbytes = attachment.record_nbytes
-        token = None
-        if piece.count:
-            first = piece.first_expert * nbytes
-            source = attachment.banks[piece.query.layer][first : first + piece.count * nbytes]
-            token = self._device.copy(piece.stream, source, attachment.pool, piece.first_slot * nbytes)
-            self._count(piece.query.kind, records=piece.count, nbytes=source.nbytes)
+        try:
+            token = self._start(piece, attachment)
+        except CopyFailed as error:
+            self._complete(piece, attachment, error)
+            return True
+        if token is None:
+            self._complete(piece, attachment)
+        else:
+            self._issued.append((piece, attachment, token))
         if piece.last:
             self._device.write_flag(piece.stream, attachment.flags, piece.query.flag, LANDED)
-        return token
+        return True
+
+    def _start(self, piece: Piece, attachment: Attachment) -> Any:
+        """The device's token; None if there is nothing to wait for."""
+        if not piece.count:
+            return None
+        nbytes = attachment.record_nbytes
+        first = piece.first_expert * nbytes
+        source = attachment.banks[piece.query.layer][first : first + piece.count * nbytes]
+        return self._device.copy(piece.stream, source, attachment.pool, piece.first_slot * nbytes)
 
     def _retire(self) -> bool:
-        """Tell the arbiter of the pieces that are copied."""
+        """Complete the pieces that are copied."""
         retired = False
         for _ in range(len(self._issued)):
-            piece, token = self._issued.popleft()
+            piece, attachment, token = self._issued.popleft()
             try:
-                if token is None or self._device.is_done(token):
-                    self._arbiter.completed(piece)
-                    retired = True
-                else:
-                    self._issued.append((piece, token))
+                if not self._device.is_done(token):
+                    self._issued.append((piece, attachment, token))
+                    continue
+                self._complete(piece, attachment)
             except CopyFailed as error:
-                self._fail(piece, error)
+                self._complete(piece, attachment, error)
+            retired = True
         return retired
 
-    def _fail(self, piece: Piece, error: CopyFailed) -> None:
-        log.error("a copy for worker %s, layer %d failed: %s", piece.worker, piece.query.layer, error)
-        self._arbiter.completed(piece)
-        self._arbiter.drop(piece.query)
-        self._count(piece.query.kind, failed_queries=1)
-        self._device.write_flag(piece.stream, self._attached[piece.worker].flags, piece.query.flag, FAILED)
+    def _complete(self, piece: Piece, attachment: Attachment, error: CopyFailed | None = None) -> None:
+        """Count what was copied, or fail the query, once nothing of it is in flight."""
+        if error is None:
+            self._count(piece.query.kind, records=piece.count, nbytes=piece.count * attachment.record_nbytes)
+        else:
+            log.error("a copy for worker %s, layer %d failed: %s", piece.worker, piece.query.layer, error)
+        if self._arbiter.completed(piece, copied=error is None):
+            self._fail(attachment, piece.query)
+
+    def _fail(self, attachment: Attachment, query: CopyQuery) -> None:
+        self._count(query.kind, failed_queries=1)
+        stream: Stream = "demand" if query.kind == "demand" else "background"
+        self._device.write_flag(stream, attachment.flags, query.flag, FAILED)
 
     def _detach(self, worker: str) -> None:
         attachment = self._attached.get(worker)
         if attachment is None:
             return
-        dropped = self._arbiter.drop_worker(worker)
-        waited_since = time.monotonic()
-        while self._arbiter.in_flight(worker):
+        self._take(attachment)
+        for query in self._arbiter.drop_worker(worker):
+            self._fail(attachment, query)
+        start = time.monotonic()
+        while self._arbiter.in_flight(worker) and (waited := time.monotonic() - start) < DETACH_S:
             if not self._retire():
-                nap(time.monotonic() - waited_since)
-        for query in dropped:
-            self._device.write_flag("demand", attachment.flags, query.flag, FAILED)
+                nap(waited)
         del self._attached[worker]
-        attachment.close()
+        if self._arbiter.in_flight(worker):
+            log.error("copies for worker %s have not ended within %g s; its memory stays mapped", worker, DETACH_S)
+        else:
+            attachment.close()
 
     def _count(self, kind: Kind, queries: int = 0, records: int = 0, nbytes: int = 0, failed_queries: int = 0) -> None:
         old = self._counters[kind]

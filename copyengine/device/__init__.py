@@ -2,7 +2,8 @@
 
 The protocols below are all that the rest knows of a backend. A worker owns a slot pool and flags on its device; the
 copy engine opens both, copies expert records into the pool and raises a flag after them. Copies and flag writes of one
-stream happen in the order of their calls.
+stream happen in the order of their calls. A stream on which a started copy fails carries out nothing that it was given
+behind it: all of that fails too, and no flag of it is written.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from copyengine.protocol import MemoryHandle
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Stream = Literal["demand", "background"]
+
+OnBytes = Callable[[int], None]
 
 CLEARED, LANDED, FAILED, RELEASED = 0, 1, 2, 3
 """Values of a flag: not yet, all copies landed, a copy failed, nobody will ever write it."""
@@ -40,8 +43,11 @@ class Memory(Protocol):
 class WorkerDevice(Protocol):
     """What a worker needs: memory to export, and flags."""
 
-    def allocate(self, run_id: str, label: str, nbytes: int) -> Memory:
-        """Memory of exactly `nbytes`. ConfigError if there is not that much."""
+    def allocate(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Memory:
+        """Memory of exactly `nbytes`. ConfigError if there is not that much.
+
+        `on_bytes` is called with the bytes that are there, piece by piece; what it raises ends the allocation.
+        """
         ...
 
     def clear_flag(self, flags: Memory, index: int) -> None:
@@ -68,16 +74,20 @@ class CopyDevice(Protocol):
         ...
 
     def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> Any:
-        """Start a copy of `source` to bytes [offset, offset + len(source)) of `target`. Returns a token for `is_done`.
+        """Start a copy of `source` to bytes [offset, offset + len(source)) of `target`.
 
-        CopyFailed if it cannot be started.
+        Returns a token for `is_done`, None if the copy is over already. CopyFailed if it cannot be started, which
+        leaves the stream as it was.
         """
         ...
 
     def is_done(self, token: Any) -> bool:
-        """Whether the copy is over. CopyFailed if it failed after its start."""
+        """Whether the copy is over. CopyFailed if it failed after its start, by itself or with one before it."""
         ...
 
     def write_flag(self, stream: Stream, flags: Memory, index: int, value: int) -> None:
-        """Write flag `index` after everything that this stream was given so far."""
+        """Write flag `index` after everything that this stream was given so far, and only if none of it failed.
+
+        Copies whose failure `is_done` has told are behind us: they hold no later write back.
+        """
         ...

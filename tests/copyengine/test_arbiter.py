@@ -8,29 +8,56 @@ from hypothesis import strategies as st
 from copyengine.arbiter import Arbiter, Piece
 from copyengine.ring import KINDS, CopyQuery, Kind
 
+RECORD_S = 1.0
+
 
 def query(kind: Kind, experts: tuple[int, ...], slots: tuple[int, ...] | None = None, flag: int = 0) -> CopyQuery:
     return CopyQuery(flag, kind, 0, experts, slots if slots is not None else experts)
 
 
 class FakeCopier:
-    """Issues all that is allowed; completes pieces when told to. `order` is what was issued, first expert and count."""
+    """Issues all that is allowed, at once; a link copies it in the order of issue, at RECORD_S a record, whatever the
+    stream: streams have no priority. The clock is ours. Without `advance` pieces complete when they are told to.
+    """
 
     def __init__(self, depth: int = 2) -> None:
         self.arbiter = Arbiter(depth)
+        self.now = 0.0
+        self.link_free = 0.0  # when all that is in flight will be copied
         self.in_flight: list[Piece] = []
-        self.order: list[tuple[int, int]] = []
+        self.ends: list[float] = []  # of in_flight
+        self.order: list[tuple[int, int]] = []  # what was issued, first expert and count
+        self.issued_at: list[tuple[float, int]] = []  # first expert
+        self.landed_at: dict[int, float] = {}  # by flag
+
+    def submit(self, worker: str, query: CopyQuery) -> None:
+        self.arbiter.submit(worker, query)
 
     def issue(self) -> list[tuple[int, int]]:
         """What is issued now."""
         before = len(self.order)
         while (piece := self.arbiter.next()) is not None:
+            self.link_free = max(self.link_free, self.now) + piece.count * RECORD_S
             self.in_flight.append(piece)
+            self.ends.append(self.link_free)
             self.order.append((piece.first_expert, piece.count))
+            self.issued_at.append((self.now, piece.first_expert))
         return self.order[before:]
 
-    def complete(self, index: int = 0) -> None:
-        self.arbiter.completed(self.in_flight.pop(index))
+    def complete(self, index: int = 0, copied: bool = True) -> bool:
+        piece, end = self.in_flight.pop(index), self.ends.pop(index)
+        if piece.last and copied:
+            self.landed_at[piece.query.flag] = end
+        return self.arbiter.completed(piece, copied)
+
+    def advance(self, until: float) -> None:
+        """Let the clock run: pieces complete in their order, and each time what is allowed by then is issued."""
+        self.issue()
+        while self.ends and self.ends[0] <= until:
+            self.now = self.ends[0]
+            self.complete()
+            self.issue()
+        self.now = until
 
 
 def test_neighbours_of_a_demand_query_are_one_piece() -> None:
@@ -86,33 +113,110 @@ def test_an_empty_query_is_one_piece_of_nothing() -> None:
     assert all(piece.last for piece in copier.in_flight)
 
 
-def test_a_dropped_query_hands_out_nothing_more() -> None:
-    copier = FakeCopier(depth=1)
-    copier.arbiter.submit("w", query("stream", (1, 2, 3)))
-    copier.arbiter.submit("w", query("stream", (8,)))
-    copier.issue()
-    copier.arbiter.drop(copier.in_flight[0].query)
-    copier.complete()
-    assert copier.issue() == [(8, 1)]
-    copier.arbiter.drop(copier.in_flight[0].query)  # all of it is handed out: nothing to drop
-    copier.complete()
+def test_demand_waits_for_what_is_in_flight_and_no_longer() -> None:
+    """By hand, one second a record, depth 2: at 2.5 s the third and fourth background records are in flight, until 4 s.
+    Two demand queries of 3 and 1 records come at 2.5 and 3 s; background goes on when the second has landed.
+    """
+    copier = FakeCopier()
+    copier.submit("w", query("stream", (0, 1, 2, 3, 4, 5), flag=0))
+    copier.advance(2.5)
+    copier.submit("w", query("demand", (50, 51, 60), flag=1))
+    copier.advance(3)
+    copier.submit("other", query("demand", (70,), flag=2))
+    copier.advance(20)
+    assert copier.issued_at == [
+        (0, 0), (0, 1), (1, 2), (2, 3), (2.5, 50), (2.5, 60), (3, 70), (8, 4), (8, 5)
+    ]  # fmt: skip
+    assert copier.landed_at == {1: 7, 2: 8, 0: 10}
+
+
+arrivals = st.tuples(st.floats(0, 3), st.sampled_from(KINDS), st.integers(1, 5))
+
+
+@settings(max_examples=300)
+@given(st.lists(arrivals, max_size=12), st.integers(1, 3))
+def test_times_of_issue_and_landing_for_any_arrivals(arriving: list[tuple[float, Kind, int]], depth: int) -> None:
+    """A demand query is issued when it comes, and lands after what was in flight then, which is at most `depth`
+    background records and the demand queries before it; a background record is issued only when all demand before has
+    landed, and the link never idles while something waits.
+    """
+    copier = FakeCopier(depth)
+    demand_until, issued_before = 0.0, 0
+
+    def check_background() -> None:
+        nonlocal issued_before
+        for at, expert in copier.issued_at[issued_before:]:
+            if expert < 100:
+                assert at >= demand_until
+        issued_before = len(copier.issued_at)
+
+    for flag, (gap, kind, length) in enumerate(arriving):
+        copier.advance(copier.now + gap)
+        check_background()
+        first = 100 if kind == "demand" else 0
+        copier.submit("w", query(kind, tuple(range(first, first + length)), flag=flag))
+        if kind == "demand":
+            busy = max(copier.link_free, copier.now)
+            assert busy <= max(demand_until, copier.now) + depth * RECORD_S + 1e-9
+            demand_until = busy + length * RECORD_S
+            assert copier.issue() == [(100, length)]
+            assert copier.ends[-1] == demand_until
+            issued_before = len(copier.issued_at)
+    copier.advance(1000)
+    check_background()
+    assert len(copier.landed_at) == len(arriving)
+    total, at = 0.0, 0.0  # when a link that never idles with work at hand is done
+    for gap, _, length in arriving:
+        at += gap
+        total = max(total, at) + length * RECORD_S
+    assert max(copier.landed_at.values(), default=0.0) <= total + 1e-6
+
+
+def test_a_query_fails_once_after_all_that_was_in_flight_of_it() -> None:
+    """Two of its pieces fail, one does not: only the last of the three says so; the next query is not touched."""
+    copier = FakeCopier(depth=3)
+    copier.submit("w", query("stream", (1, 2, 3, 4)))
+    copier.submit("w", query("stream", (8,)))
+    assert copier.issue() == [(1, 1), (2, 1), (3, 1)]
+    assert not copier.complete(1, copied=False)
+    assert copier.issue() == [(8, 1)]  # and not 4
+    assert not copier.complete(0, copied=True)
+    assert copier.complete(0, copied=False)
+    assert not copier.complete(0)
     assert copier.issue() == []
 
 
+def test_the_last_piece_of_a_query_may_be_copied_after_another_failed() -> None:
+    copier = FakeCopier()
+    copier.submit("w", query("demand", (1, 3)))
+    copier.issue()
+    assert not copier.complete(0, copied=False)
+    assert copier.complete(0, copied=True)
+
+
 def test_a_dropped_worker_keeps_only_what_is_in_flight() -> None:
+    """Its queries of which nothing is in flight are told at once, the one under way when its piece is over."""
     copier = FakeCopier(depth=1)
     for kind in KINDS:
-        copier.arbiter.submit("gone", query(kind, (1, 3)))
-        copier.arbiter.submit("stays", query(kind, (2,)))
+        copier.submit("gone", query(kind, (1, 3)))
+        copier.submit("stays", query(kind, (2,)))
     piece = copier.arbiter.next()
     assert piece is not None and piece.worker == "gone" and copier.arbiter.in_flight("gone") == 1
-    assert [q.kind for q in copier.arbiter.drop_worker("gone")] == list(KINDS)
-    copier.arbiter.completed(piece)
+    assert [q.kind for q in copier.arbiter.drop_worker("gone")] == list(KINDS)[1:]
+    assert copier.arbiter.completed(piece)
     assert copier.arbiter.in_flight("gone") == 0
     while copier.issue():
         assert {p.worker for p in copier.in_flight} == {"stays"}
         copier.complete()
     assert copier.order == [(2, 1)] * 3
+
+
+def test_a_dropped_workers_query_that_is_all_handed_out_still_lands() -> None:
+    copier = FakeCopier()
+    copier.submit("w", query("demand", (1, 3)))
+    copier.issue()
+    assert copier.arbiter.drop_worker("w") == []
+    assert not copier.complete(0) and not copier.complete(0)
 
 
 pairs = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
