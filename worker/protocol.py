@@ -21,6 +21,7 @@ class Load(Struct, frozen=True, tag=True):
     page_tokens: int = 16  # tokens in a KV page
     max_step_tokens: int = 4096  # T of the largest step that will be sent
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
+    deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up
 
 
 class Sampling(Struct, frozen=True):
@@ -118,7 +119,6 @@ class StepDone(Struct, frozen=True, tag=True):
 
     tokens: list[int]
     stats: ExpertStats  # of this step alone
-    step_s: float
 
 
 class StatsReply(Struct, frozen=True, tag=True):

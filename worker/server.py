@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import zmq.asyncio
+from msgspec.structs import replace
 
 from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused
 from copyengine.wire.rpc import Call, RpcServer
@@ -39,8 +39,13 @@ class Engine(Protocol):
         """What was really allocated."""
         ...
 
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        """Done, with the reason, once no step can run any more: the copy engine died or was too slow."""
+        ...
+
     def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
-        """Run one step. A SlotstreamError ends this step only."""
+        """Run one step. A SlotstreamError ends this step only, unless `lost` says otherwise."""
         ...
 
     def stats(self) -> dict[Mode, ExpertStats]:
@@ -63,12 +68,15 @@ class Engine(Protocol):
 OnProgress = Callable[[LoadProgress], None]
 Loader = Callable[[Load, ComputeThread, OnProgress], Awaitable[Engine]]
 
+LAST_STEP_S = 5.0
+"""Seconds that steps have to end and be answered once no further one can run."""
+
 
 class WorkerServer:
     """Serves protocol.Request. Sequences are the scheduler's: a scheduler that disconnects changes nothing here."""
 
     def __init__(self, context: zmq.asyncio.Context, loader: Loader) -> None:
-        self._stopping = asyncio.Event()
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.compute = ComputeThread()
         self.engine: Engine | None = None
         self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
@@ -77,6 +85,7 @@ class WorkerServer:
         self._loader = loader
         self._asked: Load | None = None
         self._loading: asyncio.Task[Engine] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._watchers: set[asyncio.Queue[LoadProgress]] = set()
 
     def bind(self, endpoint: str) -> str:
@@ -84,15 +93,20 @@ class WorkerServer:
         return self._rpc.bind(endpoint)
 
     async def serve(self) -> None:
-        """Take requests until Shutdown or until cancelled."""
+        """Take requests until Shutdown or until cancelled.
+
+        PeerDied once the engine cannot run steps any more, after those that were under way have been answered.
+        """
         serving = asyncio.create_task(self._rpc.serve())
         try:
-            await self._stopping.wait()
+            await self._end
         finally:
             serving.cancel()
 
     async def close(self) -> None:
         """Stop serving; frees shared memory. A step that runs fails at its next wait for a copy."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self.engine is not None:
             self.engine.release("the worker is stopping")
         if self._loading is not None:
@@ -113,7 +127,7 @@ class WorkerServer:
             case Stats():
                 return self._stats(self._loaded())
             case Shutdown():
-                self._stopping.set()
+                self._finish(None)
                 return Done()
 
     async def _load(self, call: Call[protocol.Request, protocol.Reply], load: Load) -> Loaded:
@@ -121,7 +135,7 @@ class WorkerServer:
         if self._loading is None:
             self._asked = load
             self._loading = asyncio.create_task(self._run_loader(load))
-        elif load != self._asked:
+        elif self._asked is None or load != replace(self._asked, deadline_s=load.deadline_s):
             raise ConfigError("this worker has another model or other sizes loaded; start it anew for this Load")
         watcher: asyncio.Queue[LoadProgress] = asyncio.Queue()
         self._watchers.add(watcher)
@@ -143,12 +157,25 @@ class WorkerServer:
         except BaseException:
             self._loading = self._asked = None  # a Load after this one may try again
             raise
+        self._watch = asyncio.create_task(self._end_when_lost(self.engine))
         return self.engine
 
+    async def _end_when_lost(self, engine: Engine) -> None:
+        why = await engine.lost
+        await self.compute.idle(LAST_STEP_S)  # steps are answered in their order, before this returns
+        self._finish(PeerDied(f"no step can run any more, so this worker ends: {why}"))
+
+    def _finish(self, error: PeerDied | None) -> None:
+        if self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+
     async def _run(self, engine: Engine, step: RunStep) -> StepDone:
-        start_s = time.perf_counter()
         tokens, stats = await self.compute.run(lambda: engine.run(step))
-        return StepDone(tokens, stats, time.perf_counter() - start_s)
+        return StepDone(tokens, stats)
 
     def _loaded(self) -> Engine:
         if self.engine is None:

@@ -91,7 +91,7 @@ class FakeWorker:
         vocab_size = self.facts.vocab_size
         tokens = [next_token(s.tokens[-1], vocab_size) if s.sample else -1 for s in step.sequences]
         misses = len(step.sequences)
-        return StepDone(tokens, ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES), self.step_s)
+        return StepDone(tokens, ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES))
 
 
 def _loaded(vocab_size: int, **facts: Any) -> Loaded:
@@ -177,6 +177,7 @@ async def engine(
         async with running(service.lanes):
             server.open(service)
             yield Rig(server, endpoint, fakes, service.lanes)
+            await server.end()
         await close_all(clients)
     finally:
         await server.close()

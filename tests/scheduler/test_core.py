@@ -26,7 +26,7 @@ def make_request(sequence: int, prompt: int, max_tokens: int) -> Request:
 def answer(step: RunStep, misses: int = 0) -> StepDone:
     tokens = [7 if s.sample else -1 for s in step.sequences]
     stats = ExpertStats(1, misses + 2, 2, misses, misses * RECORD_NBYTES)
-    return StepDone(tokens, stats, 0.0)
+    return StepDone(tokens, stats)
 
 
 def check_step(step: RunStep) -> None:
