@@ -8,38 +8,41 @@ import math
 
 from msgspec import Struct
 
-from copyengine.checkpoint.names import dense_names
+from copyengine.checkpoint.tensors import dense_tensors
 from copyengine.model_spec import LayerSpec, ModelSpec, MoeSpec
 from copyengine.protocol import MAX_QUERY
+from copyengine.query import query_experts, stream_groups
 from copyengine.wire.errors import ConfigError
 from kernels.formats import ITEMSIZE
 
 AUTO_SLOT_SHARE = 4
 """An automatic pool holds one expert in this many."""
 
-QUERY_EXPERTS = 32
-"""Experts a query is cut at. Less than MAX_QUERY, so that a layer's first experts are computed while its next ones are
-copied: time to first token of 128 tokens on demand over E = 128 was 596 ms at 32, 795 ms at 128 (2-core AMD EPYC,
-2026-11, tests/bench/results/LOG.md)."""
-
-STREAM_LAYERS = 2
-MAX_STREAM_GROUPS = 16
-"""Stream slots hold this many layers, one being copied while the other is computed, in this many groups at most."""
-
 AUTO_KV_SEQUENCES = 4
 AUTO_KV_TOKENS = 65536
 AUTO_KV_SHARE = 4
 """Automatic KV: this many sequences of full length, capped in tokens, and at one part in this many of what is free."""
 
+ATTENTION_ROWS = 512
+"""Rows of a sequence that attention takes at once: QUERY_BLOCK of kernels/attention/ref.py."""
+
 
 class Wanted(Struct, frozen=True):
-    """What the settings ask for; 0 is auto. `page_tokens` and `max_step_tokens` are at least 1."""
+    """What the settings ask for; 0 is auto. The last three are at least 1."""
 
     slots: int = 0
     kv_tokens: int = 0
     demand_prefill: bool = True
-    max_step_tokens: int = 4096
+    max_step_tokens: int = 4096  # T of a prefill step
     page_tokens: int = 16
+    max_running: int = 1  # sequences at once, so T of a decode step
+
+    @property
+    def largest_step(self) -> tuple[int, str]:
+        """T of the largest step, and the flag that sets it."""
+        if self.max_running > self.max_step_tokens:
+            return self.max_running, "--max-running-requests"
+        return self.max_step_tokens, "--chunked-prefill-size"
 
 
 class Budget(Struct, frozen=True):
@@ -71,18 +74,20 @@ def plan(spec: ModelSpec, dtype: str, record_nbytes: int, available_nbytes: int,
     """
     notes: list[str] = []
     banks = _bank_experts(spec) * record_nbytes
-    dense = dense_nbytes(spec, dtype)
-    workspace = workspace_nbytes(spec, wanted.max_step_tokens)
+    dense = dense_memory_nbytes(spec, dtype)
     kv_tokens = _kv_tokens(spec, dtype, available_nbytes, wanted, notes)
     kv = kv_tokens * kv_token_nbytes(spec, dtype)
-    query, groups = stream_groups(spec)
+    workspace = workspace_nbytes(spec, dtype, wanted, kv_tokens)
+    experts = spec.moe.experts if spec.moe else 0
+    query, groups = query_experts(experts), stream_groups(experts)
     free = available_nbytes - banks - dense - workspace - kv - query * groups * record_nbytes
     slots = _slots(spec, wanted, free // record_nbytes if record_nbytes else 0, notes)
     pool = (slots + query * groups) * record_nbytes
     total = banks + pool + kv + dense + workspace
     budget = Budget(slots, query, groups, kv_tokens, banks, pool, kv, dense, workspace, total, tuple(notes))
     if total > available_nbytes:
-        raise ConfigError(_too_little(budget, dtype, available_nbytes, wanted))
+        context = context_nbytes(spec, dtype, wanted, kv_tokens)
+        raise ConfigError(_too_little(budget, dtype, available_nbytes, wanted, context))
     return budget
 
 
@@ -94,18 +99,9 @@ def least_slots(spec: ModelSpec, demand_prefill: bool) -> int:
     return max(moe.experts_per_token, min(moe.experts, MAX_QUERY)) if demand_prefill else moe.experts_per_token
 
 
-def stream_groups(spec: ModelSpec) -> tuple[int, int]:
-    """Experts in a query or stream group, and how many groups streamed layers pass through. Zeros for a dense model."""
-    moe = spec.moe
-    if moe is None:
-        return 0, 0
-    query = min(moe.experts, QUERY_EXPERTS)
-    return query, min(STREAM_LAYERS * math.ceil(moe.experts / query), MAX_STREAM_GROUPS)
-
-
-def dense_nbytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of all weights but the experts, as `dtype`."""
-    return sum(math.prod(entry.shape) for entry in dense_names(spec)) * ITEMSIZE[dtype]
+def dense_memory_nbytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes that all weights but the experts take in memory, as `dtype`."""
+    return sum(math.prod(shape) for _, _, shape in dense_tensors(spec)) * ITEMSIZE[dtype]
 
 
 def kv_token_nbytes(spec: ModelSpec, dtype: str) -> int:
@@ -114,10 +110,30 @@ def kv_token_nbytes(spec: ModelSpec, dtype: str) -> int:
     return elements * ITEMSIZE[dtype]
 
 
-def workspace_nbytes(spec: ModelSpec, max_step_tokens: int) -> int:
-    """An estimate of the activations of one layer at T = `max_step_tokens`, taken as float32, and of one logits row."""
+def workspace_nbytes(spec: ModelSpec, dtype: str, wanted: Wanted, kv_tokens: int) -> int:
+    """An estimate of what the largest step holds for a while.
+
+    The activations of one layer, taken as float32; keys and values of one sequence that is as long as can be; logits
+    of every running sequence, and what drawing from one row of them takes, in float64.
+    """
+    tokens, _ = wanted.largest_step
     row = max(_layer_row(layer, spec.hidden) for layer in spec.layers)
-    return 4 * (max_step_tokens * row + spec.vocab_size)
+    logits = spec.vocab_size * (4 * wanted.max_running + 6 * 8)
+    return 4 * tokens * row + logits + context_nbytes(spec, dtype, wanted, kv_tokens)
+
+
+def context_nbytes(spec: ModelSpec, dtype: str, wanted: Wanted, kv_tokens: int) -> int:
+    """Bytes that attention takes for the context of one sequence of all positions that the KV pages can hold.
+
+    Keys and values are gathered from their pages, then repeated for each head; the mask of ATTENTION_ROWS rows is held
+    as bool and as `dtype`. Scores [heads, T, context] are not held. Measured at T = 512, 16 heads and 4 KV heads of 64,
+    16,384 positions: peak 185 MB of float32 and 101 of bfloat16, where this says 210 and 109 (torch 2.13, 2-core AMD
+    EPYC, 2026-11).
+    """
+    context = min(spec.max_position, kv_tokens)
+    mask = min(wanted.largest_step[0], ATTENTION_ROWS) * (1 + ITEMSIZE[dtype])
+    heads = max(2 * (a.heads + a.kv_heads) * a.head_dim for a in (layer.attention for layer in spec.layers))
+    return context * (heads * ITEMSIZE[dtype] + mask)
 
 
 def _layer_row(layer: LayerSpec, hidden: int) -> int:
@@ -138,9 +154,9 @@ def _bank_experts(spec: ModelSpec) -> int:
 
 def _slots(spec: ModelSpec, wanted: Wanted, fitting: int, notes: list[str]) -> int:
     experts, least = _bank_experts(spec), least_slots(spec, wanted.demand_prefill)
-    if not wanted.slots or not experts:
-        if wanted.slots:
-            notes.append(f"--slots {wanted.slots} has no effect: a dense model has no experts to hold")
+    if wanted.slots and not experts:
+        raise ConfigError(f"--slots {wanted.slots}: a dense model has no experts to hold; leave --slots out")
+    if not wanted.slots:
         return max(least, min(math.ceil(experts / AUTO_SLOT_SHARE), fitting))
     if wanted.slots < least:
         fix = f"use --slots {least} or more"
@@ -170,19 +186,20 @@ def _kv_tokens(spec: ModelSpec, dtype: str, available_nbytes: int, wanted: Wante
     return tokens
 
 
-def _too_little(budget: Budget, dtype: str, available_nbytes: int, wanted: Wanted) -> str:
+def _too_little(budget: Budget, dtype: str, available_nbytes: int, wanted: Wanted, context: int) -> str:
+    tokens, step_flag = wanted.largest_step
     parts = {
         "expert banks": budget.bank_nbytes,
         f"slot pool ({budget.slots} + {budget.stream_slots})": budget.pool_nbytes,
         f"KV ({budget.kv_tokens} tokens)": budget.kv_nbytes,
         "other weights": budget.dense_nbytes,
-        f"activations ({wanted.max_step_tokens} tokens)": budget.workspace_nbytes,
+        f"activations ({tokens} tokens)": budget.workspace_nbytes,
     }
     listed = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in parts.items() if nbytes)
     levers = {
         f"--slots (now {wanted.slots})": budget.pool_nbytes if wanted.slots else 0,
-        f"--kv-tokens (now {budget.kv_tokens})": budget.kv_nbytes,
-        f"--chunked-prefill-size (now {wanted.max_step_tokens})": budget.workspace_nbytes,
+        f"--kv-tokens (now {budget.kv_tokens})": budget.kv_nbytes + context,
+        f"{step_flag} (now {tokens})": budget.workspace_nbytes - context,
     }
     missing = budget.total_nbytes - available_nbytes
     lever = max(levers, key=lambda name: levers[name])

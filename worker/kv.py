@@ -40,8 +40,3 @@ class KvCache:
     def nbytes(self) -> int:
         """Bytes of all pages of all layers."""
         return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
-
-
-def kv_token_nbytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes that one token's keys and values take over all layers."""
-    return sum(2 * layer.attention.kv_heads * layer.attention.head_dim * dtype.itemsize for layer in spec.layers)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from copyengine.budget import kv_token_nbytes
 from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, RopeSpec
-from worker.kv import KvCache, KvLayer, kv_token_nbytes
+from worker.kv import KvCache, KvLayer
 
 CPU = torch.device("cpu")
 
@@ -30,12 +31,12 @@ def test_append_puts_every_row_in_its_place_and_nothing_else(rows: int, page_tok
 
 
 def test_sizes_are_those_of_the_layers() -> None:
-    """Against the arithmetic written out, for layers that are not alike."""
+    """Against the arithmetic written out and against what was planned, for layers that are not alike."""
     spec = spec_with((2, 8), (1, 32))
     cache = KvCache(spec, num_pages=5, page_tokens=4, dtype=torch.bfloat16, device=CPU)
     assert [tuple(layer.k.shape) for layer in cache.layers] == [(5, 4, 2, 8), (5, 4, 1, 32)]
-    assert kv_token_nbytes(spec, torch.bfloat16) == 2 * 2 * (2 * 8 + 1 * 32)
-    assert cache.nbytes == 5 * 4 * kv_token_nbytes(spec, torch.bfloat16)
+    assert cache.nbytes == 5 * 4 * 2 * 2 * (2 * 8 + 1 * 32)
+    assert cache.nbytes == 5 * 4 * kv_token_nbytes(spec, "bfloat16")
 
 
 @pytest.mark.parametrize(("pages", "tokens"), [(0, 4), (4, 0)])

@@ -1,0 +1,47 @@
+"""The tensors of a ModelSpec outside the experts, by canonical name: layer kind by layer kind, whatever the family.
+
+A further layer kind is a further case. How a checkpoint spells them is `copyengine.checkpoint.names`.
+"""
+
+from collections.abc import Iterator
+
+from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
+
+Shape = tuple[int, ...]
+
+
+def dense_tensors(spec: ModelSpec) -> Iterator[tuple[str, int | None, Shape]]:
+    """Every tensor but the experts: (canonical name, in which {i} stands for the layer, that layer, shape)."""
+    yield "embed", None, (spec.vocab_size, spec.hidden)
+    for i, layer in enumerate(spec.layers):
+        yield from (("layers.{i}." + name, i, shape) for name, shape in _layer_tensors(layer, spec.hidden))
+    yield "final_norm", None, (spec.hidden,)
+    if not spec.tie_word_embeddings:
+        yield "head", None, (spec.vocab_size, spec.hidden)
+
+
+def _layer_tensors(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    yield "input_norm", (hidden,)
+    yield from _attention_tensors(layer.attention, hidden)
+    yield "ffn_norm", (hidden,)
+    match layer.ffn:
+        case MoeSpec(experts=experts):
+            yield "router", (experts, hidden)
+        case DenseSpec(intermediate=intermediate):
+            yield "ffn.gate", (intermediate, hidden)
+            yield "ffn.up", (intermediate, hidden)
+            yield "ffn.down", (hidden, intermediate)
+
+
+def _attention_tensors(spec: GqaSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+        yield f"attention.{part}", (rows, hidden)
+        if spec.qkv_bias:
+            yield f"attention.{part}_bias", (rows,)
+    yield "attention.o", (hidden, q_rows)
+    if spec.o_bias:
+        yield "attention.o_bias", (hidden,)
+    if spec.qk_norm:
+        yield "attention.q_norm", (spec.head_dim,)
+        yield "attention.k_norm", (spec.head_dim,)
