@@ -5,14 +5,16 @@ hidden size H and intermediate size I has, and `layout` places them in one conti
 record as a whole aligned to `ALIGNMENT` bytes. A further format is a further row. No torch in here.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from msgspec import Struct
 
 ALIGNMENT = 128
 """Bytes; the alignment of every field and of the record, so that a slot can be read in whole cache lines."""
 
-ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEMSIZE: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 """Bytes per element of each element type a field may have."""
 
 
@@ -63,11 +65,14 @@ def _unquantised(dtype: str) -> Callable[[int, int], tuple[FieldSpec, ...]]:
     return fields
 
 
-FORMATS: dict[str, Callable[[int, int], tuple[FieldSpec, ...]]] = {
-    "bfloat16": _unquantised("bfloat16"),
-    "float16": _unquantised("float16"),
-    "float32": _unquantised("float32"),
-}
+FORMATS: Mapping[str, Callable[[int, int], tuple[FieldSpec, ...]]] = MappingProxyType(
+    {
+        "bfloat16": _unquantised("bfloat16"),
+        "float16": _unquantised("float16"),
+        "float32": _unquantised("float32"),
+    }
+)
+"""A row may have fields of several element types and of any rank, () for a scalar."""
 
 
 def align(nbytes: int) -> int:
@@ -84,9 +89,7 @@ def layout(format_name: str, hidden: int, intermediate: int) -> RecordLayout:
     fields: list[Field] = []
     offset = 0
     for spec in FORMATS[format_name](hidden, intermediate):
-        nbytes = ITEMSIZE[spec.dtype]
-        for extent in spec.shape:
-            nbytes *= extent
+        nbytes = ITEMSIZE[spec.dtype] * math.prod(spec.shape)
         fields.append(Field(spec.name, spec.dtype, spec.shape, offset, nbytes))
         offset = align(offset + nbytes)
     return RecordLayout(format_name, hidden, intermediate, tuple(fields), offset)

@@ -11,7 +11,9 @@ from copyengine.checkpoint.directory import locate, read_config
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.keys import Keys
 from copyengine.checkpoint.names import DenseName, ExpertName, dense_names, dialect_of, expert_names
-from copyengine.model_spec import ModelSpec, checkpoint_dtype, parse_spec
+from copyengine.families import FAMILIES, parse_spec
+from copyengine.families.decoder import checkpoint_dtype
+from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 
 DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -48,9 +50,9 @@ def open_model(directory: str | Path, hf_overrides: str = "{}") -> Model:
     config = read_config(directory, hf_overrides)
     spec = parse_spec(config)
     refs = locate(directory)
-    dialect = dialect_of(refs)
+    dialect = dialect_of(spec, FAMILIES[spec.architecture].dialects, refs)
     dense = {entry.name: _checked(directory, entry, refs, spec) for entry in dense_names(spec, dialect)}
-    experts = tuple((entry, _checked(directory, entry, refs, spec)) for entry in expert_names(spec, dialect, refs))
+    experts = tuple((entry, _checked(directory, entry, refs, spec)) for entry in expert_names(spec, dialect))
     if checkpoint_dtype(config) is None:
         spec = msgspec.structs.replace(spec, checkpoint_dtype=DTYPES[dense["embed"].dtype])
     unknown = len(refs) - len(dense) - len(experts)
@@ -59,14 +61,17 @@ def open_model(directory: str | Path, hf_overrides: str = "{}") -> Model:
     return Model(directory, spec, config, dense, experts)
 
 
-def dense_nbytes(model: Model) -> int:
+def dense_file_nbytes(model: Model) -> int:
     """Bytes that the tensors kept whole take in the files."""
     return sum(ref.nbytes for ref in model.dense.values())
 
 
-def expert_nbytes(model: Model) -> int:
+def expert_file_nbytes(model: Model) -> int:
     """Bytes that the experts take in the files."""
     return sum(ref.nbytes for _, ref in model.experts)
+
+
+dense_nbytes, expert_nbytes = dense_file_nbytes, expert_file_nbytes
 
 
 def _checked(
@@ -74,7 +79,8 @@ def _checked(
 ) -> TensorRef:
     ref = refs.get(entry.source)
     if ref is None:
-        hint = "; a checkpoint without it needs tie_word_embeddings: true" if "lm_head" in entry.source else ""
+        is_head = isinstance(entry, DenseName) and entry.name == "head"
+        hint = "; a checkpoint without it needs tie_word_embeddings: true" if is_head else ""
         raise ConfigError(
             f"{directory}: tensor {entry.source} is missing, which {spec.architecture} with "
             f"{len(spec.layers)} layers needs{hint}"

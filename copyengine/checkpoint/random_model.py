@@ -19,9 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from copyengine.checkpoint.builtin_text import TEXT
 from copyengine.checkpoint.directory import INDEX
 from copyengine.checkpoint.model import RANDOM_WEIGHTS
-from copyengine.checkpoint.names import DIALECTS, dense_names, expert_names
+from copyengine.checkpoint.names import dense_names, expert_names
 from copyengine.checkpoint.reader import NUMPY_DTYPE
-from copyengine.model_spec import ModelSpec, parse_spec
+from copyengine.families import parse_spec
+from copyengine.families.qwen3 import FUSED, HUB
+from copyengine.model_spec import ModelSpec
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MIN_TOKENIZER_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -128,15 +130,14 @@ def model_config(sizes: Sizes, dtype: str = "bfloat16") -> dict[str, object]:
 
 def _shards(spec: ModelSpec, sizes: Sizes) -> list[Shard]:
     """The tensors of each shard: as many layers in each, embeddings in the first, norm and head in the last."""
-    dialect = DIALECTS[0]
-    fused = {f"{dialect.prefix}layers.{i}.mlp.experts.gate_up_proj" for i in spec.moe_layers if sizes.fused_experts}
+    dialect = FUSED if sizes.fused_experts else HUB
     count = max(1, min(sizes.shards, sizes.layers))
     shards: list[Shard] = [[] for _ in range(count)]
     for dense in dense_names(spec, dialect):
         layer = int(dense.name.split(".")[1]) if dense.name.startswith("layers.") else 0
         last = dense.name in ("final_norm", "head")
         shards[-1 if last else layer * count // sizes.layers].append((dense.source, dense.shape))
-    for expert in expert_names(spec, dialect, fused):
+    for expert in expert_names(spec, dialect):
         layer = spec.moe_layers[expert.bank]
         shards[layer * count // sizes.layers].append((expert.source, expert.shape))
     return shards
@@ -156,7 +157,7 @@ def _draw(source: str, shape: tuple[int, ...], seed: int, dtype: str) -> NDArray
 def _sharpness(source: str) -> float:
     if source.endswith("mlp.gate.weight"):
         return ROUTER_SHARPNESS
-    return HEAD_SHARPNESS if source == DIALECTS[0].head else 1.0
+    return HEAD_SHARPNESS if source == HUB.dense["head"] else 1.0
 
 
 def _write_tokenizer(directory: Path, sizes: Sizes) -> None:
@@ -171,7 +172,7 @@ def _write_tokenizer(directory: Path, sizes: Sizes) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_bytes(tokenizer.to_str(pretty=True).encode())
     _write_json(
         directory / "tokenizer_config.json",
         {

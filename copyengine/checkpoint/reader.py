@@ -35,7 +35,8 @@ class _Piece(Struct, frozen=True):
     path: Path
     offset: int
     nbytes: int
-    dtype: str
+    dtype: str  # in the file
+    field_dtype: str
     bank: int
     expert: int
     start: int  # byte in the record
@@ -60,13 +61,13 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
 def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
     """Fill `banks[l]` ([E, record_nbytes] uint8) with the experts as `layout` places them; returns the bytes read.
 
-    Straight from the file where its element type is the layout's. ConfigError as for `read_dense`.
+    Straight from the file where its element type is the field's. ConfigError as for `read_dense`.
     """
     batches = list(_batches(_pieces(model, layout)))
     if not batches:
         return 0
     with ThreadPoolExecutor(min(READER_THREADS, len(batches)), "checkpoint-reader") as pool:
-        futures = [pool.submit(_read_batch, batch, layout.format, banks, on_bytes) for batch in batches]
+        futures = [pool.submit(_read_batch, batch, banks, on_bytes) for batch in batches]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             if future.exception() is not None:
@@ -80,15 +81,15 @@ def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:
     pieces: list[_Piece] = []
     for entry, ref in model.experts:
         field = layout.field(entry.field)
-        row_nbytes = field.nbytes // field.shape[0]
-        start = field.offset + entry.first_row * row_nbytes
-        stop = start + entry.shape[-2] * row_nbytes
+        part_nbytes = field.nbytes // entry.parts
+        start = field.offset + entry.part * part_nbytes
+        stop = start + part_nbytes
         experts = range(entry.shape[0]) if entry.expert is None else (entry.expert,)
         nbytes = ref.nbytes // len(experts)
-        pieces += (
-            _Piece(ref.path, ref.offset + i * nbytes, nbytes, ref.dtype, entry.bank, e, start, stop, entry.source)
-            for i, e in enumerate(experts)
-        )
+        for i, expert in enumerate(experts):
+            place = (entry.bank, expert, start, stop)
+            offset = ref.offset + i * nbytes
+            pieces.append(_Piece(ref.path, offset, nbytes, DTYPES[ref.dtype], field.dtype, *place, entry.source))
     return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
 
 
@@ -106,18 +107,17 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
             yield pieces[low:high]
 
 
-def _read_batch(batch: Sequence[_Piece], dtype: str, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
+def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
     total = 0
     with _Files() as files:
         for piece in batch:
             record = banks[piece.bank][piece.expert, piece.start : piece.stop]
-            if DTYPES[piece.dtype] == dtype:
+            if piece.dtype == piece.field_dtype:
                 files.read_into(piece.path, piece.offset, record.data)
             else:
-                source_dtype = NUMPY_DTYPE[DTYPES[piece.dtype]]
-                source = np.empty(piece.nbytes // source_dtype.itemsize, source_dtype)
+                source = np.empty(piece.nbytes // NUMPY_DTYPE[piece.dtype].itemsize, NUMPY_DTYPE[piece.dtype])
                 files.read_into(piece.path, piece.offset, _as_bytes(source))
-                record[:] = _convert(source, dtype, piece.path, piece.source).view(np.uint8)
+                record[:] = _convert(source, piece.field_dtype, piece.path, piece.source).view(np.uint8)
             on_bytes(piece.nbytes)
             total += piece.nbytes
     return total

@@ -2,14 +2,26 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copyengine.budget import Wanted, dense_nbytes, kv_token_nbytes, least_slots, plan, stream_groups
+from copyengine.budget import (
+    ATTENTION_ROWS,
+    Wanted,
+    context_nbytes,
+    dense_memory_nbytes,
+    kv_token_nbytes,
+    least_slots,
+    plan,
+    workspace_nbytes,
+)
 from copyengine.checkpoint.random_model import Sizes, model_config
-from copyengine.model_spec import ModelSpec, parse_spec
+from copyengine.families import parse_spec
+from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
+from kernels.attention.ref import QUERY_BLOCK
 from kernels.formats import layout
 
 GB = 10**9
@@ -70,21 +82,6 @@ def test_a_refused_pool_names_the_other_way_out() -> None:
         plan(spec, "bfloat16", record_of(spec), GB, Wanted(slots=100))
 
 
-@pytest.mark.parametrize(
-    ("experts", "groups"),
-    [(1, (1, 2)), (8, (8, 2)), (32, (32, 2)), (33, (32, 4)), (128, (32, 8)), (129, (32, 10)), (256, (32, 16))],
-)
-def test_stream_groups_hold_two_layers(experts: int, groups: tuple[int, int]) -> None:
-    """Against groups of min(E, 32), as many as two layers take, by hand."""
-    assert stream_groups(spec_of(experts, 1)) == groups
-
-
-@pytest.mark.parametrize("experts", [257, 512, 4096])
-def test_stream_groups_are_bounded(experts: int) -> None:
-    """Against four queries of the largest size, 512 experts, in the groups that are cut."""
-    assert stream_groups(spec_of(experts, 1)) == (32, 16)
-
-
 def test_too_many_slots_are_capped_with_a_note() -> None:
     spec = spec_of(8, 2)
     for wanted, got, notes in ((16, 16, 0), (17, 16, 1), (10**9, 16, 1)):
@@ -96,7 +93,8 @@ def test_a_dense_model_has_no_slots() -> None:
     spec = spec_of(0, 1)
     budget = plan(spec, "float32", 0, GB, Wanted())
     assert (budget.slots, budget.stream_slots, budget.bank_nbytes, budget.pool_nbytes) == (0, 0, 0, 0)
-    assert "--slots 5 has no effect" in plan(spec, "float32", 0, GB, Wanted(slots=5)).notes[0]
+    with pytest.raises(ConfigError, match=r"--slots 5: a dense model .*leave --slots out"):
+        plan(spec, "float32", 0, GB, Wanted(slots=5))
 
 
 def test_kv_pages() -> None:
@@ -114,11 +112,39 @@ def test_too_little_memory_names_both_numbers_and_the_flag() -> None:
         (Wanted(kv_tokens=10**6), "--kv-tokens"),
         (Wanted(slots=512, max_step_tokens=64, kv_tokens=16), "--slots"),
         (Wanted(max_step_tokens=10**6), "--chunked-prefill-size"),
+        (Wanted(max_running=10**6), "--max-running-requests"),
     ):
         with pytest.raises(ConfigError, match=rf"needed.*200 MB available.*lower {flag}"):
             plan(spec, "bfloat16", record_of(spec), 200 * 10**6, wanted)
+    sizes = Sizes(layers=1, experts=0, heads=32, kv_heads=32, max_position=10**6)
+    with pytest.raises(ConfigError, match="lower --kv-tokens"):  # KV 41 MB, its heads gathered 97 MB, the step 84 MB
+        plan(parse_spec(model_config(sizes)), "bfloat16", 0, 100 * 10**6, Wanted(kv_tokens=10_000))
     with pytest.raises(ConfigError, match="--dtype bfloat16"):
         plan(spec, "float32", record_of(spec, "float32"), 50 * 10**6, Wanted())
+
+
+def test_attention_over_the_whole_context() -> None:
+    """By hand, for 2 heads and 1 KV head of 4: k and v of 3 heads, 512 rows of mask as bool and bfloat16."""
+    spec = spec_of(8, 2, msgspec.structs.replace(TINY, max_position=1000))
+    per_position = 2 * 3 * 4 * 2 + 512 * 3
+    for kv_tokens, context in ((16, 16), (999, 999), (1000, 1000), (5000, 1000)):
+        assert context_nbytes(spec, "bfloat16", Wanted(), kv_tokens) == context * per_position
+    assert context_nbytes(spec, "bfloat16", Wanted(max_step_tokens=1), 16) == 16 * (2 * 3 * 4 * 2 + 3)
+    step = Wanted(max_step_tokens=1)
+    more = workspace_nbytes(spec, "bfloat16", step, 1000) - workspace_nbytes(spec, "bfloat16", step, 0)
+    assert more == context_nbytes(spec, "bfloat16", step, 1000)
+
+
+def test_every_running_sequence_has_a_row_of_logits() -> None:
+    """Against V float32 values a row; the step itself is as large either way."""
+    spec = spec_of(8, 2)
+    one, many = (workspace_nbytes(spec, "bfloat16", Wanted(max_running=n), 16) for n in (1, 65))
+    assert many - one == 64 * 4 * 10
+
+
+def test_the_rows_of_attention_are_those_of_the_kernel() -> None:
+    """Against the kernel's own constant, which this module must not import: it brings torch."""
+    assert ATTENTION_ROWS == QUERY_BLOCK
 
 
 @given(
@@ -158,7 +184,7 @@ def test_the_rules_hold_for_every_budget(
     assert budget.bank_nbytes == 2 * experts * record
     assert budget.pool_nbytes == (budget.slots + budget.stream_slots) * record
     assert budget.kv_tokens % page == 0 and budget.kv_tokens >= max(page, kv_tokens)
-    assert budget.dense_nbytes == dense_nbytes(spec, dtype)
+    assert budget.dense_nbytes == dense_memory_nbytes(spec, dtype)
     assert least_slots(spec, demand) <= budget.slots <= 2 * experts
     if slots and experts:
         assert budget.slots == min(slots, 2 * experts)

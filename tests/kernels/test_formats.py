@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.formats import ALIGNMENT, FORMATS, ITEMSIZE, align, layout
+from kernels import formats
+from kernels.formats import ALIGNMENT, FORMATS, ITEMSIZE, FieldSpec, align, layout
 
 
 def test_a_record_by_hand() -> None:
@@ -40,6 +41,23 @@ def test_fields_are_aligned_in_order_and_inside_the_record(name: str, hidden: in
         assert record.field(field.name) is field
         end = field.offset + field.nbytes
     assert record.record_nbytes == align(end)
+
+
+def test_a_further_format_is_a_further_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, for a made-up format with fields of three types and of ranks 2, 1 and 0."""
+
+    def rows(hidden: int, intermediate: int) -> tuple[FieldSpec, ...]:
+        codes = FieldSpec("codes", "bfloat16", (2 * intermediate, hidden))
+        return codes, FieldSpec("scales", "float32", (hidden,)), FieldSpec("global", "float16", ())
+
+    monkeypatch.setattr(formats, "FORMATS", {"made up": rows})
+    record = layout("made up", 33, 1)
+    assert [(f.dtype, f.offset, f.nbytes) for f in record.fields] == [
+        ("bfloat16", 0, 132),
+        ("float32", 256, 132),
+        ("float16", 512, 2),
+    ]
+    assert record.record_nbytes == 640
 
 
 def test_refusals() -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from copyengine.checkpoint.model import dense_nbytes, open_model
+from copyengine.checkpoint.model import dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
 from worker.weights import TORCH_DTYPES, load_dense, to_tensor
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_comes_back_in_the_asked_type(dtype: Dtype, tmp_path: Path)
     model = open_model(tmp_path)
     heard: list[int] = []
     loaded = load_dense(model, dtype, CPU, heard.append)
-    assert len(loaded) == len(saved) and sum(heard) == dense_nbytes(model)
+    assert len(loaded) == len(saved) and sum(heard) == dense_file_nbytes(model)
     for ours, theirs in (
         ("embed", "model.embed_tokens"),
         ("layers.0.attention.k", "model.layers.0.self_attn.k_proj"),

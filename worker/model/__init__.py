@@ -1,6 +1,7 @@
 """The model: one file per layer kind, one per architecture family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
@@ -9,10 +10,10 @@ from worker.model.moe import ExpertPool
 from worker.model.qwen3 import build_qwen3
 from worker.model.stack import Decoder, Weights
 
-_FAMILIES: dict[str, Callable[[ModelSpec, Weights, KvCache, ExpertPool | None], Decoder]] = {
-    "Qwen3MoeForCausalLM": build_qwen3,
-    "Qwen3ForCausalLM": build_qwen3,
-}
+FAMILIES: Mapping[str, Callable[[ModelSpec, Weights, KvCache, ExpertPool | None], Decoder]] = MappingProxyType(
+    {"Qwen3MoeForCausalLM": build_qwen3, "Qwen3ForCausalLM": build_qwen3}
+)
+"""By architecture; the same ones as in `copyengine.families`."""
 
 
 def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertPool | None) -> Decoder:
@@ -20,9 +21,9 @@ def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertP
 
     ConfigError for an architecture that is not known, and for weights that are missing or left over.
     """
-    build = _FAMILIES.get(spec.architecture)
+    build = FAMILIES.get(spec.architecture)
     if build is None:
-        raise ConfigError(f"architecture {spec.architecture!r} is not supported; known: {', '.join(_FAMILIES)}")
+        raise ConfigError(f"architecture {spec.architecture!r} is not supported; known: {', '.join(FAMILIES)}")
     try:
         model = build(spec, weights, kv, experts)
     except KeyError as missing:

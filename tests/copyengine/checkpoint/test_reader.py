@@ -11,11 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from copyengine.checkpoint import reader
-from copyengine.checkpoint.model import Model, dense_nbytes, expert_nbytes, open_model
+from copyengine.checkpoint.header import TensorRef
+from copyengine.checkpoint.model import Model, dense_file_nbytes, expert_file_nbytes, open_model
+from copyengine.checkpoint.names import ExpertName
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.checkpoint.reader import NUMPY_DTYPE, read_dense, read_experts
+from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
-from kernels.formats import RecordLayout, layout
+from kernels.formats import Field, RecordLayout, layout
 from tests.copyengine.checkpoint.conftest import SAVED
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -57,7 +60,7 @@ def test_dense_tensors(saved: Path, name: str, dtype: str) -> None:
     library = library_tensors(saved / name)
     counted: list[int] = []
     ours = dict(read_dense(model, dtype, counted.append))
-    assert set(ours) == set(model.dense) and sum(counted) == dense_nbytes(model)
+    assert set(ours) == set(model.dense) and sum(counted) == dense_file_nbytes(model)
     pairs = {
         "embed": "model.embed_tokens.weight",
         "final_norm": "model.norm.weight",
@@ -87,7 +90,7 @@ def test_banks(saved: Path, name: str, dtype: str, batch_nbytes: int, monkeypatc
     record = layout_of(model, dtype)
     banks = empty_banks(model, record)
     counted: list[int] = []
-    assert read_experts(model, record, banks, counted.append) == expert_nbytes(model) == sum(counted)
+    assert read_experts(model, record, banks, counted.append) == expert_file_nbytes(model) == sum(counted)
     for bank, layer in zip(banks, model.spec.moe_layers, strict=True):
         for e in range(bank.shape[0]):
             prefix = f"model.layers.{layer}.mlp.experts.{e}."
@@ -111,12 +114,62 @@ def test_fused_experts_fill_the_same_banks(tmp_path: Path, dtype: str) -> None:
     library = library_tensors(tmp_path / "fused")
     record = layout_of(model, dtype)
     banks = empty_banks(model, record)
-    assert read_experts(model, record, banks, lambda _: None) == expert_nbytes(model)
+    assert read_experts(model, record, banks, lambda _: None) == expert_file_nbytes(model)
     for layer, bank in enumerate(banks):
         for field in record.fields:
             ours = bank[:, field.offset : field.offset + field.nbytes]
             fused = library[f"model.layers.{layer}.mlp.experts.{field.name}_proj"]
             assert ours.tobytes() == torch_cast(fused, dtype).tobytes()
+
+
+SCALED = RecordLayout(  # a quantised format of the future: each field of a type and rank of its own
+    "scaled",
+    2,
+    3,
+    (
+        Field("codes", "bfloat16", (6, 2), 0, 24),
+        Field("row_scales", "float32", (6,), 128, 24),
+        Field("global", "float16", (), 256, 2),
+        Field("pair", "float32", (2,), 384, 8),
+    ),
+    512,
+)
+PARTS: list[tuple[str, int, int, tuple[int, ...], str]] = [  # field, part, parts, shape and type in the files
+    ("codes", 0, 2, (3, 2), "bfloat16"),
+    ("codes", 1, 2, (3, 2), "float32"),
+    ("row_scales", 0, 2, (3,), "bfloat16"),
+    ("row_scales", 1, 2, (3,), "float32"),
+    ("global", 0, 1, (), "float32"),
+    ("pair", 0, 2, (), "float16"),
+    ("pair", 1, 2, (1,), "float32"),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fields_of_any_type_and_rank(tmp_path: Path, fused: bool) -> None:
+    """Against torch's conversion of each part to its field's type, put where the field and the part are."""
+    ref_dtypes = {ours: theirs for theirs, ours in FILE.items()}
+    rng = np.random.default_rng(0)
+    expected = np.full((2, SCALED.record_nbytes), 0xA5, np.uint8)
+    experts: list[tuple[ExpertName, TensorRef]] = []
+    data = b""
+    for name, part, parts, shape, dtype in PARTS:
+        field = SCALED.field(name)
+        values = np.asarray(rng.standard_normal((2, *shape))).astype(NUMPY_DTYPE[dtype])
+        start, nbytes = field.offset + part * field.nbytes // parts, field.nbytes // parts
+        for e in range(2):
+            expected[e, start : start + nbytes] = torch_cast(values[e].reshape(-1), field.dtype)
+        whole: list[tuple[int | None, NDArray[np.generic]]] = [(None, values)]
+        for expert, array in whole if fused else enumerate(values):
+            array = np.asarray(array)
+            ref = TensorRef(tmp_path / "x", len(data), array.nbytes, ref_dtypes[dtype], array.shape)
+            experts.append((ExpertName(0, expert, name, part, parts, name, array.shape), ref))
+            data += array.tobytes()
+    (tmp_path / "x").write_bytes(data)
+    spec = ModelSpec("any", 1, 1, 1e-6, 1, True, "bfloat16", ())
+    banks = [np.full((2, SCALED.record_nbytes), 0xA5, np.uint8)]
+    assert read_experts(Model(tmp_path, spec, {}, {}, tuple(experts)), SCALED, banks, lambda _: None) == len(data)
+    assert np.array_equal(banks[0], expected)
 
 
 def test_every_byte_is_read_once_and_in_order(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

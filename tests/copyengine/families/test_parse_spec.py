@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec, RopeSpec, parse_spec
+from copyengine.families import parse_spec
+from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec, RopeSpec
 from copyengine.wire.errors import ConfigError
 
 HUB: dict[str, Any] = {  # Qwen3-30B-A3B's config.json

@@ -1,0 +1,48 @@
+"""Model families, a file each: config.json -> ModelSpec, and the names of the tensors.
+
+A further family is a further file here, one in `worker/model`, and a row in the table of each.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from copyengine.checkpoint.keys import Keys, show
+from copyengine.families.family import Family
+from copyengine.families.qwen3 import QWEN3, QWEN3_MOE
+from copyengine.model_spec import ModelSpec
+from copyengine.wire.errors import ConfigError
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({"Qwen3MoeForCausalLM": QWEN3_MOE, "Qwen3ForCausalLM": QWEN3})
+"""By architecture, as config.json names it."""
+
+
+def parse_spec(config: Keys) -> ModelSpec:
+    """The model that a config.json describes, in either spelling of its keys (hub files' or transformers 5's).
+
+    ConfigError names the key, its value and the fix; nothing else is raised, whatever `config` holds.
+    """
+    architecture = _architecture(config)
+    quantisation = config.get("quantization_config")
+    if quantisation is not None:
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
+        raise ConfigError(
+            f"config.json: quantization_config (quant_method {show(method)}) is not supported; "
+            "use a bfloat16, float16 or float32 checkpoint"
+        )
+    return FAMILIES[architecture].parse(architecture, config)
+
+
+def _architecture(config: Keys) -> str:
+    names = config.get("architectures")
+    known = f"known: {', '.join(FAMILIES)}"
+    if names is None:
+        model_type = config.get("model_type")
+        for architecture, family in FAMILIES.items():
+            if family.model_type == model_type:
+                return architecture
+        raise ConfigError(f"config.json: architectures is missing and model_type is {show(model_type)}; {known}")
+    if isinstance(names, list):
+        for name in names:
+            if isinstance(name, str) and name in FAMILIES:
+                return name
+    raise ConfigError(f"config.json: architectures {show(names)} is not supported; {known}")

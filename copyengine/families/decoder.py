@@ -1,0 +1,84 @@
+"""config.json -> what families of decoders share: the sizes of the whole, the layer kinds, the element type."""
+
+from copyengine.checkpoint.keys import Keys, flag, integer, number, stated, wrong
+from copyengine.families.rope import rope
+from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Element types a checkpoint may have."""
+
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
+"""Beyond these a config.json is taken for damaged."""
+
+
+def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    """A model of `layers`; its own sizes are read from `config`."""
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise wrong("hidden_act", activation, "must be silu")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden=integer(config, "hidden_size"),
+        norm_eps=number(config, "rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+        max_position=integer(config, "max_position_embeddings"),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
+        checkpoint_dtype=checkpoint_dtype(config) or "float32",
+        layers=layers,
+    )
+
+
+def checkpoint_dtype(config: Keys) -> str | None:
+    """The element type that config.json states (`dtype` or `torch_dtype`); None if it states none."""
+    name = stated(config, "dtype", "torch_dtype")
+    value = config.get(name) if name else None
+    if value is None or value == "auto":
+        return None
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if dtype not in DTYPES:
+        raise wrong(name or "dtype", value, f"must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def layer_count(config: Keys) -> int:
+    """How many layers there are."""
+    return integer(config, "num_hidden_layers", high=MAX_LAYERS)
+
+
+def expert_count(config: Keys) -> int:
+    """E, in either spelling; 0 for none."""
+    return integer(config, "num_experts", "num_local_experts", low=0, high=MAX_EXPERTS)
+
+
+def gqa(config: Keys, default_head_dim: int | None, qk_norm: bool) -> GqaSpec:
+    """Attention over the whole context. Without `head_dim` and a default it is H over the heads."""
+    _refuse_windows(config)
+    heads = integer(config, "num_attention_heads")
+    kv_heads = integer(config, "num_key_value_heads", default=heads if "num_key_value_heads" in config else None)
+    if heads % kv_heads:
+        raise wrong("num_key_value_heads", kv_heads, f"must divide num_attention_heads ({heads})")
+    hidden = integer(config, "hidden_size")
+    if default_head_dim is None and config.get("head_dim") is None and hidden % heads:
+        raise wrong("hidden_size", hidden, f"is no multiple of num_attention_heads ({heads}): state head_dim")
+    head_dim = integer(config, "head_dim", high=65536, default=default_head_dim or max(1, hidden // heads))
+    if head_dim % 2:
+        raise wrong("head_dim", head_dim, "must be even for rotary embeddings")
+    bias = flag(config, "attention_bias")
+    return GqaSpec(heads, kv_heads, head_dim, bias, qk_norm, rope(config, head_dim), o_bias=bias)
+
+
+def moe(config: Keys, experts: int) -> MoeSpec:
+    """A routed mixture over `experts`."""
+    per_token = integer(config, "num_experts_per_tok")
+    if per_token > experts:
+        raise wrong("num_experts_per_tok", per_token, f"must be at most the number of experts ({experts})")
+    return MoeSpec(experts, per_token, integer(config, "moe_intermediate_size"), flag(config, "norm_topk_prob"))
+
+
+def _refuse_windows(config: Keys) -> None:
+    if flag(config, "use_sliding_window"):
+        raise wrong("use_sliding_window", True, "sliding window attention is not supported; set it to false")
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise wrong("layer_types", kinds, "only full_attention layers are supported")

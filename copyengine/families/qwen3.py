@@ -1,0 +1,74 @@
+"""Family: Qwen3 and Qwen3-MoE."""
+
+from types import MappingProxyType
+
+from copyengine.checkpoint.keys import Keys, integer, integers
+from copyengine.checkpoint.names import Dialect, ExpertTensor
+from copyengine.families.decoder import decoder, expert_count, gqa, layer_count, moe
+from copyengine.families.family import Family
+from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec
+
+_DENSE = MappingProxyType(
+    {
+        "embed": "model.embed_tokens.weight",
+        "final_norm": "model.norm.weight",
+        "head": "lm_head.weight",
+        "layers.{i}.input_norm": "model.layers.{i}.input_layernorm.weight",
+        "layers.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm.weight",
+        "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj.weight",
+        "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj.weight",
+        "layers.{i}.attention.v": "model.layers.{i}.self_attn.v_proj.weight",
+        "layers.{i}.attention.o": "model.layers.{i}.self_attn.o_proj.weight",
+        "layers.{i}.attention.q_bias": "model.layers.{i}.self_attn.q_proj.bias",
+        "layers.{i}.attention.k_bias": "model.layers.{i}.self_attn.k_proj.bias",
+        "layers.{i}.attention.v_bias": "model.layers.{i}.self_attn.v_proj.bias",
+        "layers.{i}.attention.o_bias": "model.layers.{i}.self_attn.o_proj.bias",
+        "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm.weight",
+        "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+        "layers.{i}.router": "model.layers.{i}.mlp.gate.weight",
+        "layers.{i}.ffn.gate": "model.layers.{i}.mlp.gate_proj.weight",
+        "layers.{i}.ffn.up": "model.layers.{i}.mlp.up_proj.weight",
+        "layers.{i}.ffn.down": "model.layers.{i}.mlp.down_proj.weight",
+    }
+)
+
+HUB = Dialect(
+    _DENSE,
+    (
+        ExpertTensor("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "gate_up", part=0, parts=2),
+        ExpertTensor("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "gate_up", part=1, parts=2),
+        ExpertTensor("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "down"),
+    ),
+)
+"""The files of the hub."""
+
+FUSED = Dialect(
+    _DENSE,
+    (
+        ExpertTensor("model.layers.{i}.mlp.experts.gate_up_proj", "gate_up"),
+        ExpertTensor("model.layers.{i}.mlp.experts.down_proj", "down"),
+    ),
+)
+"""A layer's experts in one tensor each of gate and up, and of down, as transformers 5 holds them."""
+
+
+def _parse_dense(architecture: str, config: Keys) -> ModelSpec:
+    layer = LayerSpec(gqa(config, default_head_dim=128, qk_norm=True), DenseSpec(integer(config, "intermediate_size")))
+    return decoder(architecture, config, (layer,) * layer_count(config))
+
+
+def _parse_moe(architecture: str, config: Keys) -> ModelSpec:
+    """A layer is sparse as transformers' Qwen3MoeDecoderLayer decides it."""
+    attention = gqa(config, default_head_dim=None, qk_norm=True)
+    count, experts = layer_count(config), expert_count(config)
+    step = integer(config, "decoder_sparse_step", default=1)
+    dense_layers = set(integers(config, "mlp_only_layers"))
+    sparse = [i not in dense_layers and experts > 0 and (i + 1) % step == 0 for i in range(count)]
+    routed = moe(config, experts) if any(sparse) else None
+    dense = None if all(sparse) else DenseSpec(integer(config, "intermediate_size"))
+    ffns = [routed if is_sparse else dense for is_sparse in sparse]
+    return decoder(architecture, config, tuple(LayerSpec(attention, ffn) for ffn in ffns if ffn is not None))
+
+
+QWEN3 = Family("qwen3", _parse_dense, (HUB,))
+QWEN3_MOE = Family("qwen3_moe", _parse_moe, (HUB, FUSED))
