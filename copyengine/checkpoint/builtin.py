@@ -46,12 +46,20 @@ class Manifest(Struct, frozen=True):
 
 
 def cache_directory() -> Path:
-    """The platform's cache directory of this program: LOCALAPPDATA, ~/Library/Caches, or XDG_CACHE_HOME or ~/.cache."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "slotstream" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "slotstream"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slotstream"
+    """The platform's cache directory of this program: LOCALAPPDATA, ~/Library/Caches, or XDG_CACHE_HOME or ~/.cache.
+
+    ConfigError if the user has no home directory and no variable says where.
+    """
+    try:
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "slotstream" / "cache"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "slotstream"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slotstream"
+    except RuntimeError as error:  # what Path.home raises
+        raise ConfigError(
+            f"no cache directory for the built-in model ({error}); set {_cache_variable()}, or give --model"
+        ) from None
 
 
 def ensure_builtin(cache_dir: Path | None = None, on_progress: Callable[[int], None] | None = None) -> Path:

@@ -1,6 +1,7 @@
 """A checkpoint directory: its config.json and which file holds which tensor."""
 
 import json
+import stat
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,9 @@ from copyengine.wire.errors import ConfigError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+MAX_TEXT_NBYTES = 100_000_000
+"""A text file beyond this is taken for damaged."""
+
 
 class _Index(Struct):
     weight_map: dict[str, str]
@@ -20,22 +24,26 @@ class _Index(Struct):
 
 def read_config(directory: Path, hf_overrides: str = "{}") -> Keys:
     """config.json of `directory` with the JSON object `hf_overrides` merged over it, objects key by key."""
-    if not directory.is_dir():
+    if not stat.S_ISDIR(_mode(directory)):
         raise ConfigError(f"model {directory}: no such directory; give the directory that holds config.json")
     path = directory / "config.json"
-    config = _json_object(_read_text(path, "the directory is no checkpoint without it"), str(path))
-    return _merge(config, _json_object(hf_overrides, "--hf-overrides"))
+    text = read_text(path)
+    if text is None:
+        raise ConfigError(f"{path}: no such file; the directory is no checkpoint without it")
+    try:
+        return _merge(json_object(text, str(path)), json_object(hf_overrides, "--hf-overrides"))
+    except RecursionError:
+        raise ConfigError(f"{path} and --hf-overrides: nested too deeply") from None
 
 
 def locate(directory: Path) -> dict[str, TensorRef]:
     """Every tensor of the checkpoint by its name in the files. ConfigError if a file is absent or damaged."""
-    if (directory / SINGLE).exists():
-        return read_header(directory / SINGLE)
-    if not (directory / INDEX).exists():
-        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f"; {others[0]} is there: convert it to safetensors" if others else "; download the weights"
-        raise ConfigError(f"{directory}: neither {SINGLE} nor {INDEX} is there{hint}")
-    weight_map = _weight_map(directory / INDEX)
+    if _mode(directory / SINGLE):
+        return read_header(_regular(directory / SINGLE))
+    index = read_text(directory / INDEX)
+    if index is None:
+        raise ConfigError(f"{directory}: neither {SINGLE} nor {INDEX} is there{_hint(directory)}")
+    weight_map = _weight_map(directory / INDEX, index)
     shards = {name: read_header(_shard_path(directory, name)) for name in sorted(set(weight_map.values()))}
     refs: dict[str, TensorRef] = {}
     for tensor, shard in weight_map.items():
@@ -46,9 +54,67 @@ def locate(directory: Path) -> dict[str, TensorRef]:
     return refs
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def read_text(path: Path) -> str | None:
+    """The UTF-8 text of the file `path`; None if there is none. ConfigError, naming it, if it cannot be read."""
+    if not _mode(path):
+        return None
     try:
-        weight_map = msgspec.json.decode(_read_text(path, "download it again"), type=_Index).weight_map
+        with open(_regular(path), "rb") as file:
+            data = file.read(MAX_TEXT_NBYTES + 1)
+        if len(data) > MAX_TEXT_NBYTES:
+            raise ConfigError(f"{path}: larger than {MAX_TEXT_NBYTES:,} bytes; download it again")
+        return data.decode()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); download it again") from None
+
+
+def json_object(text: str, source: str) -> dict[str, object]:
+    """The JSON object in `text`. ConfigError, naming `source`, if it is none."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate can neither be tokenised nor sent
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}: must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _regular(path: Path) -> Path:
+    """`path`, which is a file: opening a pipe or a device might never return. ConfigError otherwise."""
+    if not stat.S_ISREG(_mode(path)):
+        raise ConfigError(f"{path}: cannot be read (not a regular file)")
+    return path
+
+
+def _mode(path: Path) -> int:
+    """The type and permission bits of what is at `path`; 0 for nothing. ConfigError if that cannot be told."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
+def _hint(directory: Path) -> str:
+    """What to do about weights that are not there."""
+    try:
+        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    except OSError as error:
+        raise _unreadable(directory, error) from None
+    return f"; {others[0]} is there: convert it to safetensors" if others else "; download the weights"
+
+
+def _weight_map(path: Path, text: str) -> dict[str, str]:
+    try:
+        weight_map = msgspec.json.decode(text, type=_Index).weight_map
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: malformed index ({error}); download it again") from None
     for tensor, shard in weight_map.items():
@@ -60,30 +126,9 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def _shard_path(directory: Path, shard: str) -> Path:
     path = directory / shard
-    if not path.is_file():
+    if not _mode(path):
         raise ConfigError(f"{path}: this shard is missing ({INDEX} names it); download it again")
-    return path
-
-
-def _read_text(path: Path, hint: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; {hint}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); download it again") from None
-
-
-def _json_object(text: str, source: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{source}: must be a JSON object, not {type(value).__name__}")
-    return value
+    return _regular(path)
 
 
 def _merge(base: Keys, over: Keys) -> Keys:

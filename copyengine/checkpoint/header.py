@@ -8,10 +8,15 @@ from types import MappingProxyType
 import msgspec
 from msgspec import Struct
 
+from copyengine.checkpoint.keys import show
 from copyengine.wire.errors import ConfigError
 
 MAX_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
+
+MAX_DIMENSIONS = 16
+MAX_EXTENT = 2**63 - 1
+"""Beyond these a shape is taken for damaged: multiplying it out would take long."""
 
 ITEMSIZE = MappingProxyType(
     {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
@@ -74,8 +79,8 @@ def _refs(path: Path, entries: dict[str, _Entry], start: int, file_nbytes: int) 
                 f"{path}: cut short: tensor {name} ends at byte {start + high}, the file at {file_nbytes}; "
                 "download it again"
             )
-        if any(extent < 0 for extent in entry.shape):
-            raise ConfigError(f"{path}: tensor {name} has shape {list(entry.shape)}; download it again")
+        if len(entry.shape) > MAX_DIMENSIONS or not all(0 <= extent <= MAX_EXTENT for extent in entry.shape):
+            raise ConfigError(f"{path}: tensor {name} has shape {show(list(entry.shape))}; download it again")
         itemsize = ITEMSIZE.get(entry.dtype)
         if itemsize is not None and math.prod(entry.shape) * itemsize != high - low:
             raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 
 from copyengine.checkpoint import builtin
 from copyengine.checkpoint.builtin import NAME, ensure_builtin, is_intact
-from copyengine.checkpoint.model import expert_nbytes, open_model
+from copyengine.checkpoint.model import expert_file_nbytes, open_model
 from copyengine.wire.errors import ConfigError
 
 ENSURE = "import sys; from pathlib import Path; from copyengine.checkpoint.builtin import ensure_builtin as e"
@@ -52,7 +52,7 @@ def test_it_is_the_model_that_was_promised(cache: Path) -> None:
     moe = model.spec.moe
     assert moe is not None and (len(model.spec.moe_layers), moe.experts, moe.experts_per_token) == (8, 64, 8)
     assert model.spec.max_position == 8192 and model.random_weights and moe.norm_topk_prob
-    assert expert_nbytes(model) == 100_663_296
+    assert expert_file_nbytes(model) == 100_663_296
 
 
 def test_it_is_reused(cache: Path) -> None:
@@ -121,6 +121,17 @@ def test_the_platform_s_cache_directories(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert builtin.cache_directory() == tmp_path / "xdg" / "slotstream"
+
+
+def test_a_user_without_a_home_is_told_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(ConfigError, match=r"home directory.*XDG_CACHE_HOME.*--model"):
+        builtin.cache_directory()
 
 
 def test_the_command_prints_the_directory(cache: Path) -> None:

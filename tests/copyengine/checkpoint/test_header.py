@@ -56,6 +56,9 @@ def test_the_library_s_files_are_read(tmp_path: Path) -> None:
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [1 << 70, (1 << 70) + 4]}}, b"1234"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
         ({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}, b"1234"),
+        ({"a": {"dtype": "F32", "shape": [1 << 63, 0], "data_offsets": [0, 0]}}, b""),
+        ({"a": {"dtype": "F32", "shape": [1] * 17, "data_offsets": [0, 4]}}, b"1234"),
+        ({"a": {"dtype": "F32", "shape": [2**62] * 1_000_000, "data_offsets": [0, 4]}}, b"1234"),
         ({"a": {"dtype": "F4", "shape": [-1], "data_offsets": [0, 4]}}, b"1234"),
         (
             {

@@ -1,6 +1,8 @@
 """open_model: against checkpoints that transformers saved, and against damage done to them on purpose."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 import safetensors
 from safetensors.numpy import save_file
 
-from copyengine.checkpoint.model import dense_nbytes, expert_nbytes, open_model
+from copyengine.checkpoint import directory
+from copyengine.checkpoint.model import dense_file_nbytes, expert_file_nbytes, open_model
 from copyengine.checkpoint.random_model import Sizes, model_config, write_random_model
 from copyengine.wire.errors import ConfigError
 from tests.copyengine.checkpoint.conftest import SAVED
@@ -49,7 +52,7 @@ def test_every_saved_tensor_is_found_where_the_safetensors_library_finds_it(save
             match = [r for r in ours if r.path == path and r.dtype == view["dtype"] and list(r.shape) == view["shape"]]
             assert any(data[r.offset : r.offset + r.nbytes] == view["data"] for r in match)
     assert count == len(ours)
-    assert dense_nbytes(model) + expert_nbytes(model) == sum(ref.nbytes for ref in ours)
+    assert dense_file_nbytes(model) + expert_file_nbytes(model) == sum(ref.nbytes for ref in ours)
 
 
 def test_the_geometry_transformers_stated(saved: Path) -> None:
@@ -125,6 +128,67 @@ def test_bad_directories(tmp_path: Path, tiny: Path) -> None:
 def test_bad_config_json(tiny: Path, text: bytes) -> None:
     (tiny / "config.json").write_bytes(text)
     refused(tiny, "config.json")
+
+
+def test_what_the_system_will_not_read(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the operating system's own reasons."""
+    refused(tmp_path / ("m" * 300), "mmm", os.strerror(errno.ENAMETOOLONG))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path / "loop", "loop", os.strerror(errno.ELOOP))
+    for method, name in (("stat", "config.json"), ("stat", tiny.name), ("iterdir", tiny.name)):
+        with monkeypatch.context() as patch:
+            original = getattr(Path, method)
+
+            def denied(self: Path, *args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+                if self.name == name:
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+                return original(self, *args, **kwargs)
+
+            patch.setattr(Path, method, denied)
+            if method == "iterdir":
+                (tiny / "model.safetensors.index.json").unlink()
+            refused(tiny, name, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_directory_or_a_pipe_where_a_file_is_expected(tiny: Path, name: str) -> None:
+    (tiny / name).unlink(missing_ok=True)
+    (tiny / name).mkdir()
+    refused(tiny, str(tiny / name), "not a regular file")
+    (tiny / name).rmdir()
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tiny / name)
+        refused(tiny, str(tiny / name), "not a regular file")
+
+
+def test_a_text_file_without_end(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (tiny / "config.json").stat().st_size
+    monkeypatch.setattr(directory, "MAX_TEXT_NBYTES", size - 1)
+    refused(tiny, "config.json", "larger than")
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"\\udfff": 1}'])
+def test_half_a_character_is_no_text(tiny: Path, text: str) -> None:
+    """Against what UTF-8 can encode: names and messages have to be printed and sent."""
+    (tiny / "config.json").write_text(text)
+    refused(tiny, "config.json", "surrogates")
+
+
+@pytest.mark.parametrize("depth", [500, 900, 5000, 100_000])
+def test_objects_in_objects_without_end(tiny: Path, depth: int) -> None:
+    """Merging goes as deep as the parser does, which differs between versions of Python."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    (tiny / "config.json").write_text(deep)
+    refused(tiny, "config.json", overrides=deep)
+
+
+def test_a_config_that_claims_very_much(tiny: Path) -> None:
+    """4096 layers of 65,536 experts are 800 million tensors, which would fill the memory if they were listed."""
+    many = '"num_hidden_layers": 4096, "num_experts": 65536, "num_experts_per_tok": 1'
+    refused(tiny, "mlp.gate.weight", "65536", overrides=f"{{{many}}}")
+    for claim in ("1000000000000", "1" + "0" * 30, "-1", "0", "true", "2.0", "1e300"):
+        refused(tiny, "vocab_size", overrides=f'{{"vocab_size": {claim}}}')
+    refused(tiny, "embed_tokens.weight", "2147483647", overrides='{"vocab_size": 2147483647}')
 
 
 def test_missing_and_cut_shards(tiny: Path) -> None:
