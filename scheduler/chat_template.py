@@ -13,14 +13,22 @@ import jinja2.sandbox
 
 from copyengine.wire.errors import ConfigError, RequestRefused
 
-_RENDER_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """What a template can raise about the messages it is given; any of them ends one request."""
 
 
 class ChatTemplate:
-    """A compiled template. ConfigError if `source` does not compile."""
+    """A compiled template. ConfigError, naming the file `origin`, if `source` does not compile."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -30,7 +38,10 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template does not compile: {error.message} (line {error.lineno})") from None
+            where = f"{origin}: the chat template does not compile"
+            raise ConfigError(f"{where}: {error.message} (line {error.lineno})") from None
+        except (RecursionError, SyntaxError, ValueError) as error:  # what Python says of the code made from it
+            raise ConfigError(f"{origin}: the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:

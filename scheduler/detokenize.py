@@ -1,7 +1,6 @@
 """Tokens to text, one token at a time."""
 
 import re
-from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
@@ -62,6 +61,3 @@ class NoText:
     def flush(self) -> str:
         """No text."""
         return ""
-
-
-DetokenizerFactory = Callable[[], Detokenizer | NoText]

@@ -1,12 +1,13 @@
 """What a checkpoint directory says about text: tokenizer, chat template, end-of-sequence tokens."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from copyengine.checkpoint.directory import json_object, read_text
+from copyengine.checkpoint.keys import show
 from copyengine.wire.errors import ConfigError, RequestRefused
 from scheduler.chat_template import ChatTemplate
 from scheduler.detokenize import Detokenizer, NoText
@@ -18,7 +19,8 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class TextCodec:
     """Turns prompts into tokens and tokens into text. Safe to use from several threads.
 
-    `eos_token_ids` end an answer: those of generation_config.json, config.json and the tokenizer's eos_token.
+    `eos_token_ids` end an answer: those of generation_config.json (of config.json if it states none) and the
+    tokenizer's eos_token.
     """
 
     def __init__(
@@ -75,35 +77,24 @@ def load_text_codec(directory: Path, config: Mapping[str, Any]) -> TextCodec:
     generation = _read_json(directory / "generation_config.json")
     tokenizer = _read_tokenizer(directory / "tokenizer.json")
     special_tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None}
-    eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
-    nested = config.get("text_config")
-    if isinstance(nested, dict):
-        eos |= _ids(nested.get("eos_token_id"))
+    eos = _ids(generation, "generation_config.json") or _config_ids(config)
     if tokenizer and (token := tokenizer.token_to_id(special_tokens.get("eos_token", ""))) is not None:
         eos |= {token}
-    source = _template_source(directory / "chat_template.jinja", settings)
-    template = ChatTemplate(source, special_tokens) if source is not None else None
-    return TextCodec(tokenizer, template, frozenset(eos))
+    return TextCodec(tokenizer, _chat_template(directory, settings, special_tokens), frozenset(eos))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty if there is no such file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return value
+    text = read_text(path)
+    return {} if text is None else json_object(text, str(path))
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
-    if not path.exists():
+    text = read_text(path)
+    if text is None:
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more precise
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     tokenizer.no_truncation()
@@ -118,18 +109,28 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _ids(value: Any) -> set[int]:
-    """Ids are written as null, a number or a list of numbers."""
-    values = value if isinstance(value, list) else [value]
-    return {i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0}
+def _config_ids(config: Mapping[str, Any]) -> set[int]:
+    """Those of config.json, and of the part of it that describes the language model in one of several modes."""
+    nested = config.get("text_config")
+    return _ids(config, "config.json") | (_ids(nested, "config.json") if isinstance(nested, dict) else set())
 
 
-def _template_source(path: Path, settings: dict[str, Any]) -> str | None:
+def _ids(settings: Mapping[str, Any], source: str) -> set[int]:
+    """The eos_token_id of `settings`: null, a number or a list of numbers, of which those below 0 mean none."""
+    value = settings.get("eos_token_id")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(i, int) or isinstance(i, bool) for i in values):
+        raise ConfigError(f"{source}: eos_token_id is {show(value)}: must be a token id or a list of them")
+    return {i for i in values if i >= 0}
+
+
+def _chat_template(directory: Path, settings: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
     """The file has precedence; tokenizer_config.json holds one template or several named ones, of which "default"."""
-    if path.exists():
-        return path.read_text("utf-8")
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    path = directory / "chat_template.jinja"
+    source: Any = read_text(path)
+    if source is None:
+        path, source = directory / "tokenizer_config.json", settings.get("chat_template")
+    if isinstance(source, list):
+        named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    return ChatTemplate(source, special_tokens, str(path)) if isinstance(source, str) else None

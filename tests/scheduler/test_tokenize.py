@@ -1,6 +1,7 @@
 """What a checkpoint's text files mean, against transformers reading the same files, and against hand-made cases."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_chats_and_prompts_read_as_transformers_reads_them(tmp_path: Path) -> No
         ("{{ messages[9].content }}", "no element 9"),
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ messages.append(1) }}", "safe"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
@@ -124,16 +126,55 @@ def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     [
         ({}, {}, {1}),
         ({"eos_token_id": 7}, {}, {1, 7}),
-        ({"eos_token_id": [7, 8]}, {"eos_token_id": 9}, {1, 7, 8, 9}),
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": 9}, {1, 7, 8}),
+        ({"eos_token_id": 0}, {"eos_token_id": 9, "text_config": {"eos_token_id": 4}}, {0, 1}),
+        ({}, {"eos_token_id": 9}, {1, 9}),
+        ({"eos_token_id": []}, {"eos_token_id": 9}, {1, 9}),
+        ({"eos_token_id": -1}, {"eos_token_id": 9}, {1, 9}),
         ({"eos_token_id": None}, {"eos_token_id": [2, 0]}, {0, 1, 2}),
         ({}, {"text_config": {"eos_token_id": 4}}, {1, 4}),
     ],
 )
-def test_all_files_together_say_what_ends_an_answer(
-    tmp_path: Path, generation: dict[str, Any], config: dict[str, Any], eos: set[int]
-) -> None:
+def test_what_ends_an_answer(tmp_path: Path, generation: dict[str, Any], config: dict[str, Any], eos: set[int]) -> None:
+    """Against the rule: generation_config.json and the tokenizer; config.json only where the former is silent."""
     write(tmp_path, tokenizer_config={"eos_token": "<|end|>"}, generation_config=generation)
     assert load_text_codec(tmp_path, config).eos_token_ids == eos
+
+
+def test_a_tokenizer_without_an_eos_token_adds_none(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"eos_token": "not in the vocabulary"}, generation_config={"eos_token_id": 7})
+    assert load_text_codec(tmp_path, {"eos_token_id": 9}).eos_token_ids == {7}
+
+
+@pytest.mark.parametrize("value", ["2", True, 2.0, [1, "2"], {"id": 2}])
+def test_an_end_that_is_no_token_is_refused(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, generation_config={"eos_token_id": value})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id"):
+        load_text_codec(tmp_path, {})
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json: eos_token_id"):
+        load_text_codec(tmp_path, {"eos_token_id": value})
+
+
+TEXT_FILES = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_a_file_that_is_there_but_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    """Bytes that are not UTF-8, a directory in its place, a link to itself."""
+    write(tmp_path)
+    path = tmp_path / name
+    path.write_bytes(b'{"a": "\xff\xfe"}')
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}.*UTF-8"):
+        load_text_codec(tmp_path, {})
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}.*not a regular file"):
+        load_text_codec(tmp_path, {})
+    path.rmdir()
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}.*cannot be read"):
+        load_text_codec(tmp_path, {})
 
 
 def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
@@ -156,11 +197,15 @@ def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -
         ("tokenizer.json", "{}"),
         ("tokenizer_config.json", "[1]"),
         ("generation_config.json", "{,"),
+        ("generation_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}'),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         ("chat_template.jinja", "{% if %}"),
+        ("chat_template.jinja", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}"),
     ],
 )
 def test_a_damaged_file_refuses_the_start(tmp_path: Path, name: str, content: str) -> None:
     write(tmp_path)
     (tmp_path / name).write_text(content, "utf-8")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=re.escape(name)):
         load_text_codec(tmp_path, {})
