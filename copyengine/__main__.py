@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import zmq.asyncio
 
 from copyengine.config import CopyEngineConfig
-from copyengine.device.host import reclaim_stale
+from copyengine.device.host import end_now, reclaim_stale
 from copyengine.server import CopyEngineServer
 from copyengine.wire import cli
-from copyengine.wire.errors import ConfigError
+from copyengine.wire.errors import ConfigError, SlotstreamError
 from copyengine.wire.lifecycle import Listening, Ready, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.process import refuse, run_process
@@ -25,7 +25,8 @@ async def serve(config: CopyEngineConfig) -> None:
         announce(Ready({}))
         await server.run()
     finally:
-        await server.close()
+        if not await server.close():
+            end_now(1 if isinstance(sys.exception(), SlotstreamError) else 0)
         context.term()
 
 

@@ -1,28 +1,23 @@
 """The expert banks: one segment per MoE layer, each exactly E records long."""
 
-from collections.abc import Callable
-
 import numpy as np
 
-from copyengine.device import Bytes
+from copyengine.device import Bytes, OnBytes
 from copyengine.device.host import Segment, create_segment
 
 
 class Banks:
     """L banks of E records, zeroed; all or none. A dense model has none."""
 
-    def __init__(
-        self, run_id: str, layers: int, experts: int, record_nbytes: int, on_bytes: Callable[[int], None]
-    ) -> None:
-        """Allocates; `on_bytes` is called with the bytes of each bank and may raise. ConfigError if they do not fit."""
+    def __init__(self, run_id: str, layers: int, experts: int, record_nbytes: int, on_bytes: OnBytes) -> None:
+        """Allocates; `on_bytes` hears of the bytes piece by piece and may raise. ConfigError if they do not fit."""
         self.layers = layers
         self.experts = experts
         self.record_nbytes = record_nbytes
         self._segments: list[Segment] = []
         try:
             for layer in range(layers):
-                self._segments.append(create_segment(run_id, f"bank{layer}", experts * record_nbytes))
-                on_bytes(experts * record_nbytes)
+                self._segments.append(create_segment(run_id, f"bank{layer}", experts * record_nbytes, on_bytes))
         except BaseException:
             self.close()
             raise

@@ -1,9 +1,11 @@
 """Carries out Load: once, in a thread, however many clients ask for it, telling each of them how far it is."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 
 from copyengine.banks import Banks
 from copyengine.checkpoint.model import expert_nbytes, open_model
@@ -14,6 +16,11 @@ from kernels.formats import layout
 
 PROGRESS_S = 0.1
 """Between two progress replies at least."""
+
+STOP_S = 2.0
+"""Seconds that `close` waits for the loading thread, which may be stuck in a read from a disk that is gone."""
+
+log = logging.getLogger(__name__)
 
 
 class BankLoader:
@@ -48,19 +55,23 @@ class BankLoader:
                 await tell(told)
         return task.result()
 
-    async def close(self) -> None:
-        """Stop a load that runs, free the banks."""
+    async def close(self) -> bool:
+        """Stop a load that runs, free the banks. False if the load has not stopped STOP_S later."""
         self._meter.stopping = True
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        if self._task is not None and not self._task.done():
+            _, running = await asyncio.wait({self._task}, timeout=STOP_S)
+            if running:
+                log.error("the load has not stopped within %g s: a read may be stuck", STOP_S)
+                return False
         if self.banks is not None:
             self.banks.close()
             self.banks = None
+        return True
 
     async def _run(self, request: Load, meter: "_Meter") -> Loaded:
         start = time.monotonic()
         try:
-            banks, read_nbytes = await asyncio.to_thread(_load, self._run_id, request, meter)
+            banks, read_nbytes = await asyncio.wrap_future(_start_load(self._run_id, request, meter))
         except BaseException:
             self._task = self._request = None
             raise
@@ -89,6 +100,29 @@ class _Meter:
             old = self.progress
             assert old is not None
             self.progress = LoadProgress(old.phase, old.done_nbytes + nbytes, old.total_nbytes)
+
+
+def _start_load(run_id: str, request: Load, meter: _Meter) -> Future[tuple[Banks, int]]:
+    """What `_load` returns or raises. Its thread is a daemon: a process that ends does not wait for a stuck read.
+
+    Banks that come after the future was cancelled are closed.
+    """
+    future: Future[tuple[Banks, int]] = Future()
+
+    def run() -> None:
+        try:
+            banks, read_nbytes = _load(run_id, request, meter)
+        except BaseException as error:  # goes to the caller, whatever it is
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        if future.set_running_or_notify_cancel():
+            future.set_result((banks, read_nbytes))
+        else:
+            banks.close()
+
+    threading.Thread(target=run, name="bank-loader", daemon=True).start()
+    return future
 
 
 def _load(run_id: str, request: Load, meter: _Meter) -> tuple[Banks, int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from concurrent.futures import Future
 
 import zmq.asyncio
 
@@ -56,11 +57,14 @@ class CopyEngineServer:
         finally:
             serving.cancel()
 
-    async def close(self) -> None:
-        """Close the socket and free all memory, also after a `run` that was cancelled or never began."""
+    async def close(self) -> bool:
+        """Close the socket and free all memory, also after a `run` that was cancelled or never began.
+
+        False if a copy or a read is stuck and its thread was left behind.
+        """
         await self._rpc.close()
-        self._copier.stop()
-        await self._loader.close()
+        copier_ended = await asyncio.to_thread(self._copier.stop)
+        return await self._loader.close() and copier_ended
 
     def stop(self) -> None:
         """Make `run` return. From any thread."""
@@ -71,7 +75,7 @@ class CopyEngineServer:
             case Load() as load:
                 return await self._loader.load(load, call.progress)
             case Attach() as attach:
-                await asyncio.wrap_future(self._copier.attach(self._open(attach)))
+                await _uncancelled(self._copier.attach(self._open(attach)))
                 return Attached()
             case Wake():
                 self._copier.wake()
@@ -79,7 +83,7 @@ class CopyEngineServer:
             case Stats():
                 return self._stats()
             case Detach(worker=worker):
-                await asyncio.wrap_future(self._copier.detach(worker))
+                await _uncancelled(self._copier.detach(worker))
                 return Done()
             case Shutdown():
                 self._loop.call_soon(self._finish, None)
@@ -126,3 +130,8 @@ class CopyEngineServer:
             self._end.set_result(None)
         else:
             self._end.set_exception(error)
+
+
+async def _uncancelled(done: Future[None]) -> None:
+    """Wait for the copier, which carries out what it was told, also if nobody waits any more."""
+    await asyncio.shield(asyncio.wrap_future(done))

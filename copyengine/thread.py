@@ -1,5 +1,6 @@
 """The copy engine as a thread of the worker process, over inproc://: where no other process can map the pool."""
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -14,6 +15,12 @@ from copyengine.config import CopyEngineConfig
 from copyengine.server import CopyEngineServer
 from copyengine.wire.errors import PeerDied
 from copyengine.wire.loop import run
+
+START_S = 10.0
+"""Seconds that the thread may take to bind its socket."""
+
+STOP_S = 8.0
+"""Seconds that it may take to end: what its copy loop and its loader may take, and a little more."""
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +41,30 @@ class CopyEngineThread:
         self._on_death = on_death
         self._server: CopyEngineServer | None = None
         self._bound = threading.Event()
+        self._clean = True
         self._thread = threading.Thread(target=self._run, name="copyengine", daemon=True)
 
     def start(self) -> str:
         """Start the thread; the endpoint, which is bound. PeerDied if it could not be."""
         self._thread.start()
-        self._bound.wait()
+        if not self._bound.wait(START_S):
+            raise PeerDied(f"the copy engine's thread did not start within {START_S:g} s")
         if self._server is None:
             raise PeerDied("the copy engine's thread did not start; see the log")
         return self.endpoint
 
-    def stop(self) -> None:
-        """End the server and free its memory; clients must be closed before the context is."""
-        if self._server is not None and self._thread.is_alive():
-            self._server.stop()
-        self._thread.join()
+    def stop(self) -> bool:
+        """End the server and free its memory; clients must be closed before the context is.
+
+        False if a copy or a read is stuck: then something of it lives on, and the process must not wait for it.
+        """
+        if self._server is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+                self._server.stop()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.error("the copy engine's thread has not ended within %g s", STOP_S)
+        return not self._thread.is_alive() and self._clean
 
     def __enter__(self) -> Self:
         self.start()
@@ -76,4 +92,4 @@ class CopyEngineThread:
             self._bound.set()
             await server.run()
         finally:
-            await server.close()
+            self._clean = await server.close()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import zmq.asyncio
 
-from copyengine.device.host import reclaim_stale
+from copyengine.device.host import end_now, reclaim_stale
 from copyengine.wire import cli
-from copyengine.wire.errors import ConfigError
+from copyengine.wire.errors import ConfigError, PeerDied
 from copyengine.wire.lifecycle import Listening, Ready, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.loop import resolve
@@ -21,11 +21,17 @@ from worker.load import EngineLoader
 from worker.server import WorkerServer
 
 STOP_STEP_S = 2.0
-"""Seconds that a running step has to end when the process stops; then the process ends without it."""
+"""Seconds that a running step or load has to end when the process stops; then the process ends without it."""
 
 
-async def serve(config: WorkerConfig) -> None:
-    """Serve until Shutdown; cancelling it stops at once. ConfigError if the start is refused."""
+log = logging.getLogger(__name__)
+
+
+async def serve(config: WorkerConfig) -> int:
+    """Serve until Shutdown; cancelling it stops at once. ConfigError if the start is refused.
+
+    The exit code: 1 if it ends because it can run no steps any more.
+    """
     if config.device == "cuda":
         raise ConfigError("--device cuda: the CUDA data plane is not in this version; use --device cpu or auto")
     run_id = config.run_id or secrets.token_hex(4)
@@ -33,6 +39,7 @@ async def serve(config: WorkerConfig) -> None:
     link = CopyEngineLink(context, config, run_id)
     loader = EngineLoader(config, run_id, link)
     server = WorkerServer(context, loader)
+    code = 0
     try:
         endpoint = server.bind(config.endpoint)
         announce(Listening(endpoint))
@@ -41,15 +48,18 @@ async def serve(config: WorkerConfig) -> None:
         facts = {"endpoint": endpoint, "name": config.name, "copy_engine": link.kind}
         announce(Ready({**facts, "device": "cpu", "event_loop": resolve(config.event_loop)}))
         await server.serve()
+    except PeerDied as error:
+        log.error("%s", error)
+        code = 1
     finally:
         loader.close()
         await server.close()
-        await link.close()
-        if not await server.compute.idle(STOP_STEP_S):
-            logging.getLogger(__name__).warning("ending in the middle of a step")
-            logging.shutdown()
-            os._exit(0)
+        parted = await link.close()
+        if not await server.compute.idle(STOP_STEP_S) or not parted:
+            log.warning("ending although a step, a load or a copy has not ended")
+            end_now(code)
         context.term()
+    return code
 
 
 def bring_torch(threads: int) -> None:

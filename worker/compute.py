@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -16,16 +16,17 @@ class ComputeThread:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[Any]]] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """What `call()` returns or raises. A call whose caller gave up before its turn is left out."""
+    async def run(self, call: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
+        """What `call()` returns or raises. A call whose caller gave up before its turn is left out.
+
+        A result that comes after the caller gave up goes to `discard`, which must free what it holds.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._calls.put((call, loop, future))
+        self._calls.put(_Call(call, discard, loop, future))
         return await future
 
     async def idle(self, deadline_s: float) -> bool:
@@ -39,22 +40,34 @@ class ComputeThread:
 
     def _run(self) -> None:
         while True:
-            call, loop, future = self._calls.get()
+            call = self._calls.get()
+            if call.future.cancelled():
+                continue
             result, error = None, None
             try:
-                result = None if future.cancelled() else call()
+                result = call.function()
             except BaseException as raised:  # goes to the caller, whatever it is
                 error = raised
             try:
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:
-                return  # the loop is closed: the process is ending
+                call.loop.call_soon_threadsafe(_settle, call, result, error)
+            except RuntimeError:  # the loop is closed: the process is ending
+                if error is None:
+                    call.discard(result)
+                return
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
-        future.set_result(result)
+class _Call(NamedTuple):
+    function: Callable[[], Any]
+    discard: Callable[[Any], None]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+
+def _settle(call: _Call, result: Any, error: BaseException | None) -> None:
+    if call.future.cancelled():
+        if error is None:
+            call.discard(result)
+    elif error is None:
+        call.future.set_result(result)
     else:
-        future.set_exception(error)
+        call.future.set_exception(error)

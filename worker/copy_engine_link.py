@@ -37,29 +37,33 @@ class CopyEngineLink:
         self.lost = thread_death if self._thread else self._client.lost
 
     async def load(
-        self, model: str, dtype: Dtype, hf_overrides: str, on_progress: Callable[[LoadProgress], None]
+        self,
+        model: str,
+        dtype: Dtype,
+        hf_overrides: str,
+        deadline_s: float,
+        on_progress: Callable[[LoadProgress], None],
     ) -> Loaded:
         """Have the banks filled. Raises as CopyEngineClient.load does."""
-        return await self._client.load(model, dtype, hf_overrides, on_progress=on_progress)
+        return await self._client.load(model, dtype, hf_overrides, deadline_s, on_progress)
 
     async def attach(self, request: Attach) -> None:
         """Have this worker's ring served."""
+        self._attached = True  # also if its answer is not waited for: close must detach
         await self._client.attach(request)
-        self._attached = True
 
     async def wake(self) -> None:
         """A step is about to ring while the copy engine sleeps."""
         await self._client.wake(self._worker)
 
-    async def close(self) -> None:
-        """Part from the copy engine; a thread ends."""
+    async def close(self) -> bool:
+        """Part from the copy engine; a thread ends. False if something of that thread is stuck and lives on."""
         if self._attached and not self.lost.is_set():
             with contextlib.suppress(SlotstreamError, TimeoutError):
                 async with asyncio.timeout(DETACH_S):
                     await self._client.detach(self._worker)
         await self._client.close()
-        if self._thread:
-            self._thread.stop()
+        return self._thread is None or await asyncio.to_thread(self._thread.stop)
 
 
 def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -1,5 +1,6 @@
 """A loaded model: from a checkpoint directory to something that runs steps. Brings torch."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import cast
 import psutil
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from copyengine.budget import Budget, Wanted, plan
 from copyengine.checkpoint.model import Model, dense_nbytes, open_model
@@ -27,6 +29,10 @@ DEVICE = torch.device("cpu")
 PROGRESS_S = 0.1
 """Seconds between two progress reports of one phase at least."""
 
+COPY_DEADLINE_S = 30.0
+"""Seconds that a step waits for one query's copies; then the copy engine is taken for dead, and the worker ends."""
+
+OnProgress = Callable[[LoadProgress], None]
 log = logging.getLogger(__name__)
 
 
@@ -40,11 +46,34 @@ class Prepared(Struct, frozen=True):
 
 
 def prepare(load: Load) -> Prepared:
-    """Check the checkpoint and plan the memory. ConfigError if either does not allow it."""
+    """Check the checkpoint and the sizes asked for, before anything large is read or allocated.
+
+    ConfigError if they are no good. The budget is a first one: `fit` makes the one that holds.
+    """
     model = open_model(Path(load.model), load.hf_overrides)
     spec = model.spec
     dtype = cast(Dtype, spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
     record = layout(dtype, spec.hidden, spec.moe.intermediate) if spec.moe else None
+    return Prepared(model, dtype, record, _budget(model, dtype, record, load))
+
+
+def fit(prepared: Prepared, load: Load) -> Prepared:
+    """`prepared` with the sizes that fit now that the banks have their memory. ConfigError if there is too little."""
+    budget = _budget(prepared.model, prepared.dtype, prepared.record, load)
+    for note in budget.notes:
+        log.warning("%s", note)
+    return replace(prepared, budget=budget)
+
+
+def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load) -> Budget:
+    """The plan for what this worker allocates itself.
+
+    The banks are the copy engine's, which may have allocated them long ago, for another worker: it checks them itself.
+    The plan counts them, so what is available here is counted with them.
+    """
+    spec = model.spec
+    record_nbytes = record.record_nbytes if record else 0
+    bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
     wanted = Wanted(
         slots=load.slots,
         kv_tokens=load.kv_tokens,
@@ -52,18 +81,15 @@ def prepare(load: Load) -> Prepared:
         max_step_tokens=load.max_step_tokens,
         page_tokens=load.page_tokens,
     )
-    available = psutil.virtual_memory().available
-    budget = plan(spec, dtype, record.record_nbytes if record else 0, available, wanted)
-    for note in budget.notes:
-        log.warning("%s", note)
-    return Prepared(model, dtype, record, budget)
+    return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
 
 
 class Engine:
     """See worker.server.Engine."""
 
-    def __init__(self, facts: Loaded, runner: StepRunner, slots: ExpertSlots | None) -> None:
+    def __init__(self, facts: Loaded, runner: StepRunner, slots: ExpertSlots | None, lost: asyncio.Future[str]) -> None:
         self.facts = facts
+        self.lost = lost
         self._runner = runner
         self._slots = slots
 
@@ -90,8 +116,18 @@ class Engine:
             self._slots.close()
 
 
-def make_slots(prepared: Prepared, worker: str, run_id: str, wake: Callable[[], None]) -> ExpertSlots | None:
-    """The slot pool, empty; None for a dense model. ConfigError if there is not enough shared memory."""
+def make_slots(
+    prepared: Prepared,
+    worker: str,
+    run_id: str,
+    wake: Callable[[], None],
+    on_release: Callable[[str], None],
+    on_progress: OnProgress,
+) -> ExpertSlots | None:
+    """The slot pool, empty; None for a dense model. ConfigError if there is not enough shared memory.
+
+    `wake` and `on_release` are called as ExpertSlots says.
+    """
     moe = prepared.model.spec.moe
     if moe is None or prepared.record is None:
         return None
@@ -103,15 +139,17 @@ def make_slots(prepared: Prepared, worker: str, run_id: str, wake: Callable[[], 
         stream_groups=prepared.budget.stream_groups,
         max_query=prepared.budget.query_experts,
     )
-    return ExpertSlots(HostWorkerDevice(), run_id, worker, geometry, wake)
+    progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
+    device = HostWorkerDevice()
+    return ExpertSlots(device, run_id, worker, geometry, wake, COPY_DEADLINE_S, on_release, progress.add)
 
 
 def build_runner(
-    prepared: Prepared, load: Load, slots: ExpertSlots | None, on_progress: Callable[[LoadProgress], None]
+    prepared: Prepared, load: Load, slots: ExpertSlots | None, on_progress: OnProgress
 ) -> tuple[StepRunner, KvCache]:
     """Read the dense weights and put the model together. ConfigError if a file does not hold what it says."""
     spec = prepared.model.spec
-    progress = _DenseProgress(dense_nbytes(prepared.model), on_progress)
+    progress = _Progress("dense weights", dense_nbytes(prepared.model), on_progress)
     weights = load_dense(prepared.model, prepared.dtype, DEVICE, progress.add)
     dtype = TORCH_DTYPES[prepared.dtype]
     kv = KvCache(spec, prepared.budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, DEVICE)
@@ -149,10 +187,11 @@ def facts_of(
     )
 
 
-class _DenseProgress:
-    """Counts bytes and reports them now and then, the last ones always."""
+class _Progress:
+    """Counts the bytes of one phase and reports them now and then, the last ones always."""
 
-    def __init__(self, total_nbytes: int, tell: Callable[[LoadProgress], None]) -> None:
+    def __init__(self, phase: str, total_nbytes: int, tell: OnProgress) -> None:
+        self._phase = phase
         self._total_nbytes = total_nbytes
         self._done_nbytes = 0
         self._tell = tell
@@ -164,4 +203,4 @@ class _DenseProgress:
         now_s = time.monotonic()
         if now_s - self._told_s >= PROGRESS_S or self._done_nbytes == self._total_nbytes:
             self._told_s = now_s
-            self._tell(LoadProgress("dense weights", self._done_nbytes, self._total_nbytes))
+            self._tell(LoadProgress(self._phase, self._done_nbytes, self._total_nbytes))

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from copyengine.protocol import LoadProgress as BankProgress
 from copyengine.wire.errors import ConfigError, PeerError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from worker.engine import Engine, Prepared
     from worker.slots import ExpertSlots
 
+T = TypeVar("T")
 OnProgress = Callable[[LoadProgress], None]
 log = logging.getLogger(__name__)
 
@@ -40,21 +41,26 @@ class EngineLoader:
         from worker import engine
 
         start_s = time.monotonic()
-        prepared = await compute.run(lambda: engine.prepare(load))
-        bank_nbytes = await self._fill_banks(load, prepared, on_progress)
-        slots = await compute.run(lambda: engine.make_slots(prepared, self._config.name, self._run_id, self._wake))
+        tell = self._from_thread(on_progress)
+        checked = await compute.run(lambda: engine.prepare(load))
+        bank_nbytes = await self._fill_banks(load, checked, on_progress)
+        prepared = await compute.run(lambda: engine.fit(checked, load))
+        lost: asyncio.Future[str] = self._loop.create_future()
+        slots = await compute.run(
+            lambda: engine.make_slots(
+                prepared, self._config.name, self._run_id, self._wake, self._from_thread(_first(lost)), tell
+            ),
+            discard=_close,
+        )
         try:
-            runner, kv = await compute.run(
-                lambda: engine.build_runner(prepared, load, slots, self._from_thread(on_progress))
-            )
+            runner, kv = await compute.run(lambda: engine.build_runner(prepared, load, slots, tell))
             await self._attach(slots)
         except BaseException:
-            if slots is not None:
-                slots.close()
+            _close(slots)
             raise
         load_s = time.monotonic() - start_s
         facts = engine.facts_of(prepared, kv, slots, bank_nbytes, self._link.kind, load_s)
-        return engine.Engine(facts, runner, slots)
+        return engine.Engine(facts, runner, slots, lost)
 
     def close(self) -> None:
         """Stop watching the copy engine."""
@@ -67,7 +73,7 @@ class EngineLoader:
         def relay(progress: BankProgress) -> None:
             on_progress(LoadProgress(progress.phase, progress.done_nbytes, progress.total_nbytes))
 
-        banks = await self._link.load(load.model, prepared.dtype, load.hf_overrides, relay)
+        banks = await self._link.load(load.model, prepared.dtype, load.hf_overrides, load.deadline_s, relay)
         expected = prepared.record.record_nbytes if prepared.record else 0
         if banks.record_nbytes != expected:
             raise ConfigError(f"the copy engine's expert records have {banks.record_nbytes} bytes, not {expected}")
@@ -81,7 +87,6 @@ class EngineLoader:
 
     async def _release_on_death(self, slots: "ExpertSlots") -> None:
         await self._link.lost.wait()
-        log.error("the copy engine is gone; steps fail from now on")
         slots.release("the copy engine is gone: its connection closed")
 
     def _wake(self) -> None:
@@ -95,10 +100,12 @@ class EngineLoader:
         except PeerError as error:  # the watch notices its death, the step's own deadline its silence
             log.warning("could not wake the copy engine: %s", error)
 
-    def _from_thread(self, on_progress: OnProgress) -> OnProgress:
-        def tell(progress: LoadProgress) -> None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(on_progress, progress)
+    def _from_thread(self, function: Callable[[T], None]) -> Callable[[T], None]:
+        """What may be called from any thread to have `function` called on the event loop's."""
+
+        def tell(value: T) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+                self._loop.call_soon_threadsafe(function, value)
 
         return tell
 
@@ -106,3 +113,18 @@ class EngineLoader:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _close(slots: "ExpertSlots | None") -> None:
+    if slots is not None:
+        slots.close()
+
+
+def _first(future: asyncio.Future[str]) -> Callable[[str], None]:
+    """Resolves `future` when it is called for the first time."""
+
+    def resolve(value: str) -> None:
+        if not future.done():
+            future.set_result(value)
+
+    return resolve

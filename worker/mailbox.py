@@ -18,7 +18,8 @@ class Mailbox:
 
     `wake` is called at the start of a step if the copy engine sleeps: it must make somebody send a Wake, and return at
     once. Every wait ends by the flag, by `deadline_s` (PeerTimeout) or by `release` (PeerDied). A time-out releases the
-    mailbox too, for a copy that is late could land in a slot that by then holds another expert.
+    mailbox too, for a copy that is late could land in a slot that by then holds another expert. `on_release` hears the
+    reason of the first release, on the thread that released.
     """
 
     def __init__(
@@ -29,14 +30,20 @@ class Mailbox:
         flag_count: int,
         wake: Callable[[], None],
         deadline_s: float,
+        on_release: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._device = device
         self._wake = wake
+        self._on_release = on_release
         self._deadline_s = deadline_s
         self._why_released: str | None = None
         self._underway: dict[int, CopyQuery] = {}  # by flag
         self._flags = device.allocate(run_id, f"{worker}-flags", 4 * flag_count)
-        self._ring = create_segment(run_id, f"{worker}-ring", ring_nbytes(RING_CAPACITY))
+        try:
+            self._ring = create_segment(run_id, f"{worker}-ring", ring_nbytes(RING_CAPACITY))
+        except BaseException:
+            self._flags.close()
+            raise
         self._writer = RingWriter(self._ring.array, RING_CAPACITY)
 
     def attach_request(self, worker: str, pool: Memory, pool_slots: int) -> Attach:
@@ -95,9 +102,12 @@ class Mailbox:
 
     def release(self, why: str) -> None:
         """No wait may go on: the copy engine is gone. From any thread; everything from now on raises PeerDied."""
-        if self._why_released is None:
+        first = self._why_released is None
+        if first:
             self._why_released = why
         self._device.release_flags(self._flags)
+        if first:
+            self._on_release(why)
 
     def close(self) -> None:
         """Give up the ring and the flags."""

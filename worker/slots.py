@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from copyengine.device import WorkerDevice
+from copyengine.device import OnBytes, WorkerDevice
 from copyengine.protocol import MAX_QUERY, Attach
 from copyengine.ring import CopyQuery
 from kernels import admit
@@ -71,18 +71,25 @@ class ExpertSlots:
         geometry: SlotGeometry,
         wake: Callable[[], None],
         deadline_s: float = 30.0,
+        on_release: Callable[[str], None] = lambda _: None,
+        on_bytes: OnBytes | None = None,
     ) -> None:
-        """Allocates pool, flags and ring; ConfigError if there is not enough memory.
+        """Allocates pool, flags and ring, all or none; ConfigError if there is not enough memory.
 
         `wake` is called from the step's thread when a sleeping copy engine must be sent a Wake, and returns at once.
-        No wait for copies is longer than `deadline_s`.
+        No wait for copies is longer than `deadline_s`; one that is ends all further steps, as `release` does.
+        `on_release` is told why, from the thread on which it happens. `on_bytes` hears of the pool's allocation.
         """
         self.geometry = geometry
         self._worker = worker
         self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots)
-        self._pool = device.allocate(run_id, f"{worker}-pool", geometry.pool_slots * geometry.record_nbytes)
+        self._pool = device.allocate(run_id, f"{worker}-pool", geometry.pool_slots * geometry.record_nbytes, on_bytes)
         flags = geometry.experts + geometry.stream_groups  # a layer has at most E queries
-        self._mailbox = Mailbox(device, run_id, worker, flags, wake, deadline_s)
+        try:
+            self._mailbox = Mailbox(device, run_id, worker, flags, wake, deadline_s, on_release)
+        except BaseException:
+            self._pool.close()
+            raise
         self._routing = np.zeros((geometry.layers, geometry.experts), np.int64)
         self._totals = {mode: ExpertStats() for mode in MODES}
         self._mode: Mode | None = None
@@ -102,7 +109,10 @@ class ExpertSlots:
 
     @property
     def decode_routing(self) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """[L, E]: in how many decode steps each expert was routed to."""
+        """[L, E]: in how many decode steps each expert was routed to.
+
+        Kept for what shall place or prefetch experts by it; nobody in this version reads it. Prefill does not count.
+        """
         return self._routing.copy()
 
     def stats(self) -> dict[Mode, ExpertStats]:

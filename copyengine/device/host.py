@@ -5,6 +5,7 @@ them: its `close` removes the name. What a killed process leaves behind, `reclai
 """
 
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -16,16 +17,20 @@ from mmap import mmap
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from copyengine.device import CLEARED, RELEASED, Bytes, Memory, Stream, ledger
+from copyengine.device import CLEARED, RELEASED, Bytes, Memory, OnBytes, Stream, ledger
 from copyengine.protocol import MemoryHandle
 from copyengine.sync import Fence, nap
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, WireError
 
 NAME_CHARS = 30
 """macOS takes 31 characters, the leading slash among them."""
+
+RESERVE_NBYTES = 256 << 20
+"""What is taken at a time, so that an allocation of many GB shows progress and can be stopped."""
 
 
 class Segment:
@@ -53,15 +58,20 @@ class Segment:
             self._ledger_file.unlink(missing_ok=True)
 
 
-def create_segment(run_id: str, label: str, nbytes: int) -> Segment:
-    """A new segment of exactly `nbytes`, zeroed, owned by this process. ConfigError if the memory is not there."""
+def create_segment(run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Segment:
+    """A new segment of exactly `nbytes`, zeroed, owned by this process. ConfigError if the memory is not there.
+
+    `on_bytes` hears how much has been taken, piece by piece; nothing is left if it raises.
+    """
     if nbytes < 1:
         raise ValueError(f"a segment of {nbytes} bytes")
     while True:
         name = _name(run_id, label)
         ledger_file = ledger.enter(name)
         try:
-            return Segment(_Shared(name, create=True, size=nbytes), nbytes, ledger_file)
+            shared = _Shared(name, create=True, size=nbytes)
+            shared.reserve(nbytes, on_bytes or (lambda _: None))
+            return Segment(shared, nbytes, ledger_file)
         except FileExistsError:  # somebody else's: the name ends in chance, so another one will be free
             ledger_file.unlink()
         except (OSError, MemoryError) as error:
@@ -70,6 +80,9 @@ def create_segment(run_id: str, label: str, nbytes: int) -> Segment:
                 f"cannot allocate {nbytes} bytes of shared memory ({label}): {error}; "
                 "free memory, raise the limit on shared memory, or ask for less"
             ) from None
+        except BaseException:
+            ledger_file.unlink()
+            raise
 
 
 def attach_segment(handle: MemoryHandle) -> Segment:
@@ -86,8 +99,22 @@ def attach_segment(handle: MemoryHandle) -> Segment:
 
 def reclaim_stale() -> list[str]:
     """Remove the segments whose owner is dead; their names. Safe while others do the same."""
+    return _remove(ledger.stale())
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process with exit code `code` although threads of it may be stuck: Python's own end would wait for them.
+
+    Its segments are removed, whoever in it still uses them.
+    """
+    _remove(ledger.own())
+    logging.shutdown()
+    os._exit(code)
+
+
+def _remove(entries: list[tuple[Path, str]]) -> list[str]:
     removed = []
-    for path, name in ledger.stale():
+    for path, name in entries:
         try:
             shared = _Shared(name)
         except (FileNotFoundError, ValueError):  # gone already, or its owner died before it had a size
@@ -106,9 +133,9 @@ class HostWorkerDevice:
     def __init__(self) -> None:
         self._fence = Fence()
 
-    def allocate(self, run_id: str, label: str, nbytes: int) -> Memory:
+    def allocate(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Memory:
         """See WorkerDevice."""
-        return create_segment(run_id, label, nbytes)
+        return create_segment(run_id, label, nbytes, on_bytes)
 
     def clear_flag(self, flags: Memory, index: int) -> None:
         """See WorkerDevice."""
@@ -188,14 +215,16 @@ class _Shared(SharedMemory):
                 super().__init__(name, create, size)
                 if os.name == "posix":
                     resource_tracker.unregister(self._name, "shared_memory")  # type: ignore[attr-defined]
-        if create and hasattr(os, "posix_fallocate"):
-            self._reserve(size)
 
-    def _reserve(self, size: int) -> None:
+    def reserve(self, nbytes: int, on_bytes: OnBytes) -> None:
         """Take the memory now: without it, a full tmpfs shows as a SIGBUS at the first write."""
         try:
-            os.posix_fallocate(self._fd, 0, size)  # type: ignore[attr-defined]
-        except OSError:
+            for start in range(0, nbytes, RESERVE_NBYTES):
+                length = min(RESERVE_NBYTES, nbytes - start)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._fd, start, length)  # type: ignore[attr-defined]
+                on_bytes(length)
+        except BaseException:
             self.close()
             self.unlink()
             raise

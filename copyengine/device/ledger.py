@@ -35,6 +35,12 @@ def enter(name: str) -> Path:
     return path
 
 
+def own() -> list[tuple[Path, str]]:
+    """Files and names of this process's segments."""
+    mine = f"@{os.getpid()}@{_start_ms(psutil.Process())}"
+    return [(path, path.name.partition("@")[0]) for path in sorted(directory().iterdir()) if path.name.endswith(mine)]
+
+
 def stale() -> list[tuple[Path, str]]:
     """Files and segment names whose owner is dead. Files of other forms are left alone."""
     found = []

@@ -11,7 +11,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,11 +19,12 @@ import pytest
 import zmq.asyncio
 
 from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.client import CopyEngineClient
 from copyengine.config import CopyEngineConfig
 from copyengine.device import ledger
 from copyengine.wire import cli
 from copyengine.wire.child import Child, Exited, Notices, Said
-from copyengine.wire.errors import ConfigError
+from copyengine.wire.errors import ConfigError, PeerDied
 from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Ready, StartFailed
 from copyengine.wire.loop import run
 from worker.client import WorkerClient
@@ -121,6 +121,20 @@ async def generate(client: WorkerClient, count: int, mode: str = "demand") -> li
     return tokens
 
 
+async def check_traffic(copy_engine: str, client: WorkerClient) -> None:
+    """What the copy engine counted where it moved bytes is what the worker counted where it asked for them."""
+    context = zmq.asyncio.Context()
+    there = CopyEngineClient(context, copy_engine)
+    copied, asked = await there.stats(), await client.stats()
+    await there.close()
+    context.term()
+    for moved, modes in ((copied.demand, (asked.decode, asked.demand)), (copied.stream, (asked.streamed,))):
+        assert moved.records == sum(mode.misses for mode in modes) > 0
+        assert moved.nbytes == sum(mode.copied_nbytes for mode in modes)
+        assert moved.failed_queries == 0
+    assert (copied.prefetch.records, copied.malformed_records) == (0, 0)
+
+
 @pytest.mark.parametrize("event_loop", ["selector", "uvloop"])
 def test_both_forms_of_the_copy_engine_serve_the_same_tokens(model: Path, event_loop: str) -> None:
     answers = []
@@ -134,7 +148,9 @@ def test_both_forms_of_the_copy_engine_serve_the_same_tokens(model: Path, event_
             assert ready.facts["copy_engine"] == ("process" if endpoint else "thread")
             seen: list[LoadProgress] = []
 
-            async def main(listening: str = listening, seen: list[LoadProgress] = seen) -> None:
+            async def main(
+                listening: str = listening, endpoint: str = endpoint, seen: list[LoadProgress] = seen
+            ) -> None:
                 async with connected(listening) as client:
                     facts = await client.load(Load(str(model), slots=8), 30, seen.append)
                     assert (facts.moe_layers, facts.experts, facts.experts_per_token) == (2, 8, 2)
@@ -146,35 +162,73 @@ def test_both_forms_of_the_copy_engine_serve_the_same_tokens(model: Path, event_
                     stats = await client.stats()
                     assert (stats.decode.steps, stats.demand.steps, stats.streamed.steps) == (12, 1, 1)
                     assert stats.resident == 8
+                    if endpoint:
+                        await check_traffic(endpoint, client)
 
             run(main(), event_loop)  # type: ignore[arg-type]
-            assert {progress.phase for progress in seen} == {"experts", "dense weights"}
+            assert {"experts", "slot pool", "dense weights"} <= {progress.phase for progress in seen}
             assert started.segments(name)
             assert started.children[name].stop() == 0
             assert not started.segments(name)
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_a_dead_copy_engine_fails_the_steps_and_nobody_waits_for_it(model: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals to send")
+@pytest.mark.parametrize("death", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_without_its_copy_engine_answers_its_step_and_ends(
+    model: Path, death: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed, it is noticed at once; stopped, when a step has waited its deadline, here half a second. A copy engine
+    that wakes up again finds nobody.
+    """
     with processes() as started:
         copy_engine = started.start("c", CopyEngineConfig(parent_pipe=True))
-        endpoint = started.start("w", settings(copy_engine=copy_engine))
+        config = settings(copy_engine=copy_engine)
+        started.children["w"] = Child("w", "tests.worker.impatient_worker", cli.to_argv(config), started.notices)
+        endpoint = started.event("w", Listening).endpoint
 
         async def main() -> None:
             async with connected(endpoint) as client:
                 await client.load(Load(str(model), slots=8), 30)
                 await generate(client, 1)
-                os.kill(started.children["c"].pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-                start_s = time.monotonic()
-                outcome: StepDone | Failed | None = None
-                while not isinstance(outcome, Failed):
+                if death == "SIGKILL":  # while nobody waits
+                    os.kill(started.children["c"].pid, signal.SIGKILL)
+                else:
+                    os.kill(started.children["c"].pid, signal.SIGSTOP)
                     outcome = await client.run_step(prefill("streamed"), 20)
-                    await asyncio.sleep(0.02)
-                assert outcome.code == "peer_died"
-                assert time.monotonic() - start_s < 2
-                assert (await client.stats()).slots == 8
+                    assert isinstance(outcome, Failed) and outcome.code == "peer_timeout"
+                await asyncio.wait_for(client.lost.wait(), 5)
+
+        try:
+            run(main(), "auto")
+            assert started.exit_code("w") == 1
+        finally:
+            if death == "SIGSTOP":
+                os.kill(started.children["c"].pid, signal.SIGCONT)
+        assert not started.segments("w")
+        lines = [line for line in capfd.readouterr().err.splitlines() if "this worker ends" in line]
+        assert len(lines) == 1 and ("0.5 s" if death == "SIGSTOP" else "copy engine is gone") in lines[0]
+
+
+def test_a_stop_during_the_pools_allocation_leaves_nothing(model: Path) -> None:
+    """The compute thread is in the middle of making the slots when the worker is told to stop."""
+    with processes() as started:
+        config = settings()
+        started.children["w"] = Child("w", "tests.worker.dawdling_worker", cli.to_argv(config), started.notices)
+        endpoint = started.event("w", Listening).endpoint
+
+        async def main() -> None:
+            async with connected(endpoint) as client:
+                load = asyncio.create_task(client.load(Load(str(model), slots=8), 30))
+                while not any("pool" in name for name in started.segments("w")):
+                    await asyncio.sleep(0.01)
+                    assert not load.done()
+                assert await asyncio.to_thread(started.children["w"].stop) == 0
+                with pytest.raises(PeerDied):
+                    await load
 
         run(main(), "auto")
+        assert not started.segments("w")
 
 
 def test_what_cannot_be_loaded_is_refused_by_name_and_the_worker_goes_on(model: Path) -> None:

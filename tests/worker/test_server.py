@@ -6,6 +6,7 @@ Checked against what the made-up engine was given and answered, and against the 
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -51,6 +52,7 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.released = ""
         self.closed = False
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
         self.gate.wait(10)
@@ -142,6 +144,7 @@ def test_a_load_relays_progress_and_answers_with_the_facts(on_loop: OnLoop) -> N
             assert rig.loads == [Load("m")]
             with pytest.raises(ConfigError, match="another model"):
                 await client.load(Load("m", slots=7), 5)
+            assert await client.load(Load("m", deadline_s=7), 5) == FACTS, "a deadline is no size"
 
     on_loop(main)
 
@@ -279,6 +282,75 @@ def test_shutdown_ends_serving_and_closing_frees_the_engine(on_loop: OnLoop) -> 
         context.term()
 
     on_loop(main)
+
+
+def test_once_no_step_can_run_those_under_way_are_answered_and_serving_ends(on_loop: OnLoop) -> None:
+    """Three steps are given when the engine is lost; the first is slow to notice."""
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        rig = Rig(context)
+        serving = asyncio.create_task(rig.server.serve())
+        client = WorkerClient(context, rig.endpoint)
+        await client.load(Load("m"), 5)
+        rig.engine.gate.clear()
+        steps = [asyncio.create_task(client.run_step(step(token), 5)) for token in range(3)]
+        await asyncio.sleep(0.05)
+        rig.engine.released = "the copy engine was too slow"
+        rig.engine.lost.set_result(rig.engine.released)
+        await asyncio.sleep(0.1)
+        assert not serving.done()
+        rig.engine.gate.set()
+        with pytest.raises(PeerDied, match="this worker ends: the copy engine was too slow"):
+            await serving
+        await rig.server.close()
+        for outcome in await asyncio.gather(*steps):
+            assert isinstance(outcome, Failed) and outcome.code == "peer_died"
+        assert rig.engine.closed
+        await client.close()
+        context.term()
+
+    on_loop(main)
+
+
+@pytest.mark.parametrize("when", ["before its turn", "while it runs", "after the loop was closed"])
+def test_what_a_call_made_for_a_caller_that_gave_up_is_discarded(when: str) -> None:
+    made: list[int] = []
+    discarded: list[int] = []
+    gate, busy = threading.Event(), threading.Event()
+
+    def make() -> int:
+        busy.set()
+        gate.wait(10)
+        made.append(1)
+        return 1
+
+    async def main() -> ComputeThread:
+        compute = ComputeThread()
+        if when == "before its turn":
+            first = asyncio.create_task(compute.run(make))
+            await asyncio.to_thread(busy.wait, 10)
+        call = asyncio.create_task(compute.run(make, discarded.append))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(busy.wait, 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        if when == "after the loop was closed":
+            return compute
+        gate.set()
+        assert await compute.idle(5)
+        if when == "before its turn":
+            assert await first == 1
+        return compute
+
+    run(main(), "selector")
+    gate.set()
+    for _ in range(1000):
+        if made and (discarded or when == "before its turn"):
+            break
+        time.sleep(0.005)
+    assert (made, discarded) == ([1], [] if when == "before its turn" else [1])
 
 
 def test_a_busy_compute_thread_is_not_waited_for_forever(on_loop: OnLoop) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from copyengine.copier import Attachment, Copier
-from copyengine.device import Bytes, Memory, Stream
+from copyengine.device import LANDED, Bytes, Memory, Stream
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice, attach_segment
-from copyengine.ring import Limits, RingReader
+from copyengine.ring import CopyQuery, Limits, RingReader
 from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout
 from worker.protocol import ExpertStats, Mode
 from worker.slots import MODES, ExpertSlots, Group, SlotGeometry
@@ -315,15 +315,146 @@ def test_release_ends_the_wait_for_a_full_ring(make_rig: MakeRig) -> None:
 
 
 def test_a_detached_worker_is_told(make_rig: MakeRig) -> None:
-    """The copy engine drops this worker's queries while it waits: CopyFailed, not a hang."""
+    """The copy engine drops this worker's queries, read or not, while it waits: CopyFailed long before the deadline."""
     device = FailingDevice()
-    rig = make_rig(SlotGeometry(1, 8, RECORD, 8, max_query=2), device=device, deadline_s=10)
-    rig.slots.begin_step("streamed")
+    rig = make_rig(SlotGeometry(1, 8, RECORD, 8, stream_groups=4, max_query=2), device=device, deadline_s=60)
     device.gate.clear()
-    stopped = rig.copier.detach("w")
+    rig.slots.begin_step("streamed")
+    detached = rig.copier.detach("w")
     device.gate.set()
-    stopped.result(10)
-    with pytest.raises((CopyFailed, PeerTimeout)):
-        rig.slots._mailbox._deadline_s = 0.5
+    detached.result(10)
+    start = time.monotonic()
+    with pytest.raises(CopyFailed):
         rig.layer(0, list(range(8)))
     rig.slots.abort_step()
+    assert time.monotonic() - start < 5
+
+
+# The order of requests and waits: no copier thread, the ring is read by hand ---------------------------------------
+
+
+class Hand:
+    """A copy engine that does nothing by itself. What is rung is in `seen`, from `read` on."""
+
+    def __init__(self, geometry: SlotGeometry, deadline_s: float = 10) -> None:
+        self.released: list[str] = []
+        self.slots = ExpertSlots(
+            HostWorkerDevice(), "test", "w", geometry, lambda: None, deadline_s, self.released.append
+        )
+        request = self.slots.attach_request
+        self.device = HostCopyDevice()
+        self.memory = [attach_segment(handle) for handle in (request.ring, request.flags, request.pool)]
+        limits = Limits(geometry.layers, geometry.experts, request.pool_slots, request.flags.nbytes // 4)
+        self.reader = RingReader(self.memory[0].array, limits)
+        self.waits: list[tuple[int, int]] = []  # flag, and queries rung by then
+        self.rung = 0
+        mailbox = self.slots._mailbox
+        ring, wait = mailbox.ring, mailbox.wait
+
+        def counted_ring(query: CopyQuery) -> None:
+            self.rung += 1
+            ring(query)
+
+        def noted_wait(flag: int) -> None:
+            self.waits.append((flag, self.rung))
+            wait(flag)
+
+        mailbox.ring, mailbox.wait = counted_ring, noted_wait  # type: ignore[method-assign]
+
+    def read(self) -> list[CopyQuery]:
+        """What was rung since the last call."""
+        found = []
+        while (record := self.reader.poll()) is not None:
+            assert isinstance(record, CopyQuery)
+            found.append(record)
+        return found
+
+    def land(self, query: CopyQuery) -> None:
+        self.device.write_flag("demand", self.memory[1], query.flag, LANDED)
+
+    def close(self) -> None:
+        for memory in self.memory:
+            memory.close()
+        self.slots.close()
+
+
+@pytest.fixture
+def make_hand() -> Iterator[Callable[..., Hand]]:
+    hands: list[Hand] = []
+
+    def make(geometry: SlotGeometry, **more: float) -> Hand:
+        hands.append(Hand(geometry, **more))
+        return hands[-1]
+
+    yield make
+    for hand in hands:
+        hand.close()
+
+
+def test_a_streamed_step_requests_groups_ahead_of_the_layer_that_computes(make_hand: Callable[..., Hand]) -> None:
+    """Five experts of two layers in groups of two, four at a time: groups 0, 1, 2 are layer 0's, 3, 4, 5 layer 1's.
+
+    When the step begins four are in the ring, one of layer 1 among them. While the consumer computes on one group the
+    next can land, and the request that follows a finished group is in the ring before the next group is waited for.
+    """
+    hand = make_hand(SlotGeometry(2, 5, RECORD, 5, stream_groups=4, max_query=2))
+    hand.slots.begin_step("streamed")
+    queries = hand.read()
+    assert [(q.layer, q.experts) for q in queries] == [(0, (0, 1)), (0, (2, 3)), (0, (4,)), (1, (0, 1))]
+    assert hand.waits == []
+    hand.land(queries[0])
+    groups = hand.slots.groups(0, [0, 1, 2, 3, 4])
+    assert next(groups).experts == [0, 1]
+    assert hand.read() == []  # the group's slots are in use
+    hand.land(queries[1])  # while it is computed on
+    assert next(groups).experts == [2, 3]
+    queries += hand.read()
+    assert (queries[4].layer, queries[4].experts, queries[4].slots) == (1, (2, 3), queries[0].slots)
+    hand.land(queries[2])
+    assert next(groups).experts == [4]
+    queries += hand.read()
+    assert len(queries) == 6 and next(groups, None) is None
+    for query in queries[3:]:
+        hand.land(query)
+    assert [group.experts for group in hand.slots.groups(1, [0, 2, 4])] == [[0], [2], [4]]
+    hand.slots.end_step()
+    assert [rung for _, rung in hand.waits] == [4, 5, 6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("mode", ["demand", "decode"])
+def test_all_queries_of_a_demand_layer_are_rung_before_the_first_is_waited_for(
+    make_hand: Callable[..., Hand], mode: Mode
+) -> None:
+    """Three queries; none has landed when the third is in the ring. The groups come as their own queries land."""
+    hand = make_hand(SlotGeometry(1, 8, RECORD, 8, max_query=3))
+    hand.slots.begin_step(mode)
+    seen: list[list[int]] = []
+
+    def consume() -> None:
+        seen.extend(group.experts for group in hand.slots.groups(0, list(range(8))))
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    queries: list[CopyQuery] = []
+    while len(queries) < 3 and thread.is_alive():
+        queries += hand.read()
+    assert [q.experts for q in queries] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+    assert seen == []
+    for count, query in enumerate(queries, start=1):
+        hand.land(query)
+        while len(seen) < count and thread.is_alive():
+            time.sleep(0.001)
+        assert len(seen) == count
+    thread.join(10)
+    assert hand.waits == [(0, 3), (1, 3), (2, 3)]
+    hand.slots.end_step()
+
+
+def test_a_time_out_and_a_release_tell_why_once(make_hand: Callable[..., Hand]) -> None:
+    hand = make_hand(SlotGeometry(1, 4, RECORD, 4), deadline_s=0.05)
+    hand.slots.begin_step("demand")
+    with pytest.raises(PeerTimeout):
+        list(hand.slots.groups(0, [1]))
+    hand.slots.abort_step()
+    hand.slots.release("the copy engine is gone")
+    assert len(hand.released) == 1 and "0.05 s" in hand.released[0]

@@ -1,0 +1,10 @@
+"""`python -m worker` whose steps wait half a second for their copies, for test_main.py."""
+
+import sys
+
+import worker.engine
+from worker.__main__ import main
+
+if __name__ == "__main__":
+    worker.engine.COPY_DEADLINE_S = 0.5
+    sys.exit(main())
