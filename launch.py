@@ -4,12 +4,13 @@
 Exit codes: 0 as asked, 1 a process failed, 2 the start was refused.
 """
 
+import os
 import queue
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -51,7 +52,7 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Serve a Mixture-of-Experts model whose experts do not fit in device memory."""
 
     model: Annotated[str, Meta(description="checkpoint directory; the built-in random model if not given")] = ""
-    workers: Annotated[int, Meta(ge=1, description="worker processes, one per device")] = 1
+    workers: Annotated[int, Meta(ge=1, le=64, description="worker processes, one per device")] = 1
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
     copy_engine: Annotated[
         Literal["auto", "process", "thread"],
@@ -128,16 +129,21 @@ class Engine:
                 case Exited(name=name, code=code):
                     print(f"error: {name} ended with exit code {code}; stopping the rest", file=sys.stderr)
                     return 1
-                case Told(signal="SIGINT"):
-                    return 0
-                case Told():
+                case Told(signal="SIGTERM"):
                     return self._drain()
+                case Told():
+                    return 0
 
     def stop(self) -> None:
-        """End all processes and remove what a killed one may have left in shared memory."""
+        """End all processes and remove what a killed one may have left in shared memory. A signal makes it short."""
+        on_signals(lambda _: self._kill())
         for child in reversed(self._children):
             child.stop()
         reclaim_stale()
+
+    def _kill(self) -> None:
+        for child in self._children:
+            child.kill()
 
     def _drain(self) -> int:
         scheduler = self._children[-1]
@@ -174,7 +180,7 @@ class Engine:
                 notice = self.notices.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 more = f"; raise {knob} if the machine is only slow" if knob else ""
-                raise PeerTimeout(f"{name} did not start within {timeout_s:g} s{more}") from None
+                raise PeerTimeout(f"nothing was heard of {name} for {timeout_s:g} s{more}") from None
             match notice:
                 case Said(event=StartFailed(code=code, detail=detail)):
                     raise from_code(code, detail)
@@ -207,7 +213,7 @@ def preflight(config: LaunchConfig) -> Model:
 
 def builtin_model() -> Path:
     """The built-in model's directory; says so if it has to be made."""
-    if not (cache_directory() / NAME).exists():
+    if not os.path.exists(cache_directory() / NAME):
         print(f"making the built-in model in {cache_directory()} (once)", file=sys.stderr, flush=True)
     return ensure_builtin()
 
@@ -225,7 +231,8 @@ def check_memory(config: LaunchConfig, model: Model) -> None:
         slots=0 if config.slots == "auto" else config.slots,
         kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
         demand_prefill=config.demand_tokens > 0,
-        max_step_tokens=max(config.chunked_prefill_size, config.max_running_requests),
+        max_step_tokens=config.chunked_prefill_size,
+        max_running=config.max_running_requests,
     )
     available_nbytes = psutil.virtual_memory().available
     share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // config.workers
@@ -274,14 +281,11 @@ def _client_command(endpoint: str) -> str:
     return f'python -m scheduler.client {where}"Once upon a time"'
 
 
-def notice_signals(notices: Notices) -> None:
-    """Turn SIGINT and SIGTERM into notices."""
-
-    def told(number: int, _frame: object) -> None:
-        notices.put(Told(signal.Signals(number).name))
-
-    signal.signal(signal.SIGINT, told)
-    signal.signal(signal.SIGTERM, told)
+def on_signals(told: Callable[[str], object]) -> None:
+    """Call `told` with the name of each signal that asks us to end, in place of what was called so far."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: told(signal.Signals(number).name))
 
 
 def run(config: LaunchConfig) -> int:
@@ -290,7 +294,7 @@ def run(config: LaunchConfig) -> int:
     model = preflight(config)
     engine = Engine(config, ProgressLine())
     try:
-        notice_signals(engine.notices)
+        on_signals(lambda name: engine.notices.put(Told(name)))
         ready = engine.start(model.directory)
         print(ready_block(model, ready, engine.scheduler_endpoint), flush=True)
         return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
@@ -299,7 +303,8 @@ def run(config: LaunchConfig) -> int:
 
 
 def answer(config: LaunchConfig, endpoint: str) -> int:
-    """Answer --prompt as the client command does; its exit code."""
+    """Answer --prompt as the client command does; its exit code, also when a signal ends it."""
+    on_signals(lambda _: signal.raise_signal(signal.SIGINT))  # the event loop turns that one into a cancellation
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert config.prompt is not None
     return client_cli.main(["--endpoint", endpoint, "--event-loop", config.event_loop, "--", config.prompt])
@@ -317,6 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:  # whoever read our output is gone; keep the interpreter from flushing into it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

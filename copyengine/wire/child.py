@@ -98,6 +98,10 @@ class Child:
         self._reader.join(grace_s)
         return code
 
+    def kill(self) -> None:
+        """End it the hard way; `stop` still has to be called."""
+        self._process.kill()
+
     def _tell(self, line: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None

@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def launch(*flags: str, timeout: float = 60.0) -> "subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_all(sign: int) -> None:
     with running("--slots", "64") as engine:
         children = engine.children()
@@ -36,6 +37,39 @@ def test_a_signal_ends_it_all(sign: int) -> None:
         assert gone(children, 2.0)
         assert not segments_of(children)
         assert "Traceback" not in engine.text() and "leaked" not in engine.text()
+
+
+def test_a_second_signal_stops_a_drain() -> None:
+    """With an answer running that takes far longer than the test may."""
+    with running("--slots", "64") as engine:
+        children = engine.children()
+        argv = [sys.executable, "-m", "scheduler.client", "Once", "--endpoint", engine.endpoint]
+        with subprocess.Popen([*argv, "--max-tokens", "8000", "--ignore-eos"], cwd=ROOT, stdout=subprocess.PIPE) as ask:
+            assert ask.stdout is not None and ask.stdout.read(1)
+            engine.process.send_signal(signal.SIGTERM)
+            deadline_s = time.monotonic() + 10
+            while "finishing running requests" not in engine.text() and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            assert engine.process.poll() is None and ask.poll() is None
+            assert engine.stop(signal.SIGTERM) == 0
+            ask.stdout.read()
+        assert ask.returncode == 1
+        assert gone(children, 2.0) and not segments_of(children)
+
+
+def test_a_signal_ends_a_prompt_that_is_being_answered() -> None:
+    argv = launch_command("--prompt", "Once upon a time")
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("  try"):
+                break
+        process.stdout.read(1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 130
+        assert "Traceback" not in process.stderr.read()
+    assert gone(children, 2.0) and not segments_of(children)
 
 
 def test_a_killed_launcher_leaves_nothing() -> None:
