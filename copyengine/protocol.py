@@ -96,7 +96,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class CopyCounters(Struct, frozen=True):
-    """Counters since the start, for one kind of record."""
+    """Counters since the start, for one kind of query: records and bytes that were copied, not those that failed."""
 
     queries: int = 0
     records: int = 0

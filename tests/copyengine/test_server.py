@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,13 +26,16 @@ from copyengine.checkpoint.reader import read_experts
 from copyengine.client import CopyEngineClient
 from copyengine.config import CopyEngineConfig
 from copyengine.device.host import HostWorkerDevice
-from copyengine.protocol import Loaded, LoadProgress
+from copyengine.loading import BankLoader
+from copyengine.protocol import Load, Loaded, LoadProgress
 from copyengine.server import CopyEngineServer
 from copyengine.thread import CopyEngineThread
 from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused, SlotstreamError, WireError
 from copyengine.wire.lifecycle import Listening, Ready, StartFailed, parse_event
 from copyengine.wire.loop import EventLoop, run
 from kernels.formats import layout
+from worker.client import WorkerClient
+from worker.protocol import Load as WorkerLoad
 from worker.slots import ExpertSlots, SlotGeometry
 
 SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
@@ -62,6 +66,12 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def entries(ledger: Path) -> list[str]:
     return [path.name for directory in ledger.glob("slotstream-*") for path in directory.iterdir()]
+
+
+def banks_are_there(ledger: Path) -> None:
+    """Returns once both are."""
+    while len(entries(ledger)) < SIZES.layers:
+        time.sleep(0.01)
 
 
 @asynccontextmanager
@@ -271,6 +281,64 @@ def test_a_stop_ends_a_load(model: str, ledger: Path, monkeypatch: pytest.Monkey
     run(test(), "selector")
 
 
+def test_banks_that_come_after_their_load_was_cancelled_are_freed(
+    model: str, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the event loop ends while the thread still reads."""
+    gate = threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        assert gate.wait(10)
+        return read_experts(*arguments)
+
+    monkeypatch.setattr("copyengine.loading.read_experts", slow)
+
+    async def test() -> None:
+        loader = BankLoader("run")
+
+        async def tell(_: LoadProgress) -> None:
+            return
+
+        load = asyncio.create_task(loader.load(Load(model, "bfloat16"), tell))
+        await asyncio.to_thread(banks_are_there, ledger)
+        load.cancel()
+        assert loader._task is not None
+        loader._task.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+
+    run(test(), "selector")
+    gate.set()
+    for _ in range(1000):
+        if not entries(ledger):
+            break
+        time.sleep(0.005)
+    assert entries(ledger) == []
+
+
+def test_a_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    bind = CopyEngineServer.bind
+
+    def slow(self: CopyEngineServer) -> str:
+        assert gate.wait(10)
+        return bind(self)
+
+    monkeypatch.setattr(CopyEngineServer, "bind", slow)
+    for name in ("START_S", "STOP_S"):
+        monkeypatch.setattr(f"copyengine.thread.{name}", 0.05)
+    context = zmq.asyncio.Context()
+    thread = CopyEngineThread(CopyEngineConfig(), context)
+    with pytest.raises(PeerDied, match=r"0\.05 s"):
+        thread.start()
+    assert not thread.stop()
+    gate.set()
+    monkeypatch.setattr("copyengine.thread.STOP_S", 10)
+    while thread._server is None:
+        time.sleep(0.005)
+    assert thread.stop()
+    context.term()
+
+
 def test_a_dense_model_has_no_banks(dense_model: str) -> None:
     async def test() -> None:
         async with engine() as (_, client):
@@ -331,9 +399,9 @@ def test_the_end_of_the_copy_loop_ends_the_server(model: str, caplog: pytest.Log
 class Process:
     """`python -m copyengine`, with the events it announced until it was ready."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, module: tuple[str, ...] = ("copyengine",)) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "copyengine", *flags],
+            [sys.executable, "-W", "error", "-m", *module, *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -405,6 +473,36 @@ def test_however_it_ends_nothing_stays(model: str, ledger: Path, event_loop: Eve
         after = Process("--parent-pipe")
         assert entries(ledger) == [] and isinstance(after.events[1], Ready)
         assert after.end()[0] == 0
+    assert entries(ledger) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals to send")
+@pytest.mark.parametrize("process", ["copyengine", "worker"])
+def test_a_read_that_is_stuck_holds_up_no_stop(model: str, ledger: Path, process: str) -> None:
+    """Alone, with a SIGTERM in the middle of the load; the worker has its copy engine as a thread."""
+    running = Process("--log-level", "warning", module=("tests.copyengine.stuck_reader", process))
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        if process == "copyengine":
+            client: CopyEngineClient | WorkerClient = CopyEngineClient(context, running.endpoint)
+            load = asyncio.create_task(client.load(model, "bfloat16"))  # type: ignore[arg-type]
+        else:
+            client = WorkerClient(context, running.endpoint)
+            load = asyncio.create_task(client.load(WorkerLoad(model), 30))
+        await asyncio.to_thread(banks_are_there, ledger)
+        await asyncio.sleep(0.2)
+        os.kill(running.popen.pid, signal.SIGTERM)
+        with pytest.raises(PeerDied):
+            await load
+        await client.close()
+        context.term()
+
+    run(test(), "selector")
+    start = time.monotonic()
+    code, stderr = running.end()
+    assert code == 0 and "a read may be stuck" in stderr
+    assert time.monotonic() - start < 10
     assert entries(ledger) == []
 
 

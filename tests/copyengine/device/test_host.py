@@ -109,6 +109,37 @@ def test_more_than_there_is_is_a_config_error_that_names_the_bytes() -> None:
         create_segment("run", "pool", 0)
 
 
+def test_an_allocation_tells_how_far_it_is_and_can_be_stopped(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pieces and one byte; then somebody has enough at the second piece, and nothing is left."""
+    monkeypatch.setattr("copyengine.device.host.RESERVE_NBYTES", 4096)
+    told: list[int] = []
+    segment = create_segment("run", "x", 3 * 4096 + 1, told.append)
+    assert told == [4096, 4096, 4096, 1]
+    segment.close()
+
+    def stop(_: int) -> None:
+        names.extend(path.name.partition("@")[0] for path in ledger.iterdir())
+        if len(names) == 2:
+            raise KeyError("enough")
+
+    names: list[str] = []
+    with pytest.raises(KeyError):
+        create_segment("run", "x", 3 * 4096 + 1, stop)
+    assert len(names) == 2 and gone(MemoryHandle("shm", names[0], 1))
+
+
+def test_a_process_that_ends_now_leaves_nothing(tmp_path: Path) -> None:
+    """A thread of it would never end, and its segment is in use."""
+    child = python(
+        "import threading\nsegment = create_segment('run', 'x', 4096)\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "print(segment.handle.name, flush=True)\nend_now(3)\n",
+        tmp_path,
+    )
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (3, "") and gone(MemoryHandle("shm", out.strip(), 4096))
+
+
 def test_a_handle_that_lies_is_refused() -> None:
     segment = create_segment("run", "pool", 100)
     for nbytes in (0, -1, 1 << 30):

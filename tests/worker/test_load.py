@@ -1,0 +1,95 @@
+"""Loading, seen from the worker's process: against a copy engine that never answers, and against the budget's sums."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+import zmq.asyncio
+
+from copyengine.budget import Budget, Wanted, plan
+from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.protocol import Failed, Reply, Request
+from copyengine.wire.errors import ConfigError, PeerTimeout
+from copyengine.wire.loop import run
+from copyengine.wire.rpc import Call, RpcServer
+from worker import engine
+from worker.compute import ComputeThread
+from worker.config import WorkerConfig
+from worker.copy_engine_link import CopyEngineLink
+from worker.load import EngineLoader
+from worker.protocol import Load
+
+SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_random_model(directory, SIZES)
+    return str(directory)
+
+
+def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str) -> None:
+    """It is asked to load and never answers."""
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+
+        async def never(call: Call[Request, Reply]) -> Reply:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        server: RpcServer[Request, Reply] = RpcServer(context, Request, never, Failed)
+        config = WorkerConfig(copy_engine=server.bind("tcp://127.0.0.1:0"))
+        serving = asyncio.create_task(server.serve())
+        link = CopyEngineLink(context, config, "run")
+        loader = EngineLoader(config, "run", link)
+        async with asyncio.timeout(20):
+            with pytest.raises(PeerTimeout, match=r"0\.3 s"):
+                await loader(Load(model, deadline_s=0.3), ComputeThread(), lambda _: None)
+        loader.close()
+        assert await link.close()
+        serving.cancel()
+        await server.close()
+        context.term()
+
+    run(main(), "selector")
+
+
+def budget_with(available_nbytes: int, load: Load, monkeypatch: pytest.MonkeyPatch) -> Budget:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available_nbytes))
+    return engine.fit(engine.prepare(load), load).budget
+
+
+def test_the_banks_memory_is_not_asked_for_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The banks are there, so their memory is not available: exactly the rest is needed, and one byte less is refused.
+
+    Sizes that were fixed before the banks were there are the ones that come out now.
+    """
+    load = Load(model, slots=12, kv_tokens=64, max_step_tokens=64, demand_prefill=False)
+    budget = budget_with(1 << 40, load, monkeypatch)
+    own_nbytes = budget.total_nbytes - budget.bank_nbytes
+    assert budget.bank_nbytes > 0
+    assert budget_with(own_nbytes, load, monkeypatch) == budget
+    with pytest.raises(ConfigError, match="needed"):
+        budget_with(own_nbytes - 1, load, monkeypatch)
+
+
+def test_automatic_sizes_come_out_as_if_all_were_planned_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plan that launch.py makes before anything is allocated, from roomy down to what is just refused."""
+    load = Load(model, max_step_tokens=64)
+    checked = engine.prepare(load)
+    record = checked.record
+    assert record is not None
+    whole = checked.budget.total_nbytes
+    bank = checked.budget.bank_nbytes
+    for available in (1 << 40, 2 * whole, math.ceil(1.1 * whole), whole):
+        wanted = Wanted(max_step_tokens=64)
+        try:
+            planned = plan(checked.model.spec, checked.dtype, record.record_nbytes, available, wanted)
+        except ConfigError:
+            with pytest.raises(ConfigError):
+                budget_with(available - bank, load, monkeypatch)
+        else:
+            assert budget_with(available - bank, load, monkeypatch) == planned
