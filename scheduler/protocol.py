@@ -87,8 +87,10 @@ class Usage(Struct, frozen=True):
     """What the request took.
 
     `cached_tokens` are prompt tokens whose KV was already there. Chunks count every prefill step that the request took
-    part in. Expert figures are over prefill and decode; a step shared by several requests is split among them by their
-    tokens in it, so that the figures of all requests add up to those in Stats.
+    part in. Expert figures are over prefill and decode. A step shared by several requests is split among them by their
+    tokens in it, and the shares add up to the step's figures in Stats. So the figures of all requests add up to those
+    in Stats if none was aborted or failed: an aborted one lacks its share of the step that was out when it ended, a
+    failed one reports no figures.
     """
 
     prompt_tokens: int
@@ -128,7 +130,10 @@ class HealthReply(Struct, frozen=True, tag=True):
 
 
 class ModeCounters(Struct, frozen=True):
-    """Steps and expert traffic of one mode, over all workers. hits + misses = lookups."""
+    """Steps and expert traffic of one mode, over all workers. hits + misses = lookups.
+
+    Of steps that succeeded: what a failed step copied is in its worker's own counters alone.
+    """
 
     steps: int = 0
     lookups: int = 0
@@ -138,7 +143,12 @@ class ModeCounters(Struct, frozen=True):
 
 
 class StatsReply(Struct, frozen=True, tag=True):
-    """Counters since the start."""
+    """Counters since the start.
+
+    An accepted request is `waiting` or `running` and ends in exactly one of `finished`, `failed` and `aborted`, counted
+    with its last reply; `aborted` are also those whose client left before their end. `prompt_tokens` are those of
+    all accepted requests, `generated_tokens` those that were sent.
+    """
 
     waiting: int
     running: int

@@ -59,8 +59,8 @@ class SchedulerServer:
         self._draining = True
         await self._idle.wait()
 
-    async def close(self) -> None:
-        """End what is being served with a final reply, and close the socket."""
+    async def end(self) -> None:
+        """Refuse new requests and end what is being served with a final reply."""
         self._draining = True
         for ticket in self._tickets.values():
             ticket.outbox.put_nowait(Failed("draining", "the engine is stopping"))
@@ -69,6 +69,9 @@ class SchedulerServer:
                 await self._idle.wait()
         except TimeoutError:
             log.debug("%d requests were still being served", len(self._tickets))
+
+    async def close(self) -> None:
+        """Close the socket; `end` comes first."""
         await self._rpc.close()
 
     async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
@@ -98,6 +101,7 @@ class SchedulerServer:
             return await self._relay(call, ticket)
         finally:
             self._abort(ticket)
+            self._tally.count(ticket)
             del self._tickets[key]
             if not self._tickets:
                 self._idle.set()
@@ -133,7 +137,7 @@ class SchedulerServer:
         ticket.request = request
         self._tally.prompt_tokens += request.prompt_tokens
         if ticket.aborted:
-            self._count_abort(ticket, request)
+            _finish_aborted(ticket, request)
             return
         ticket.lane = lane
         lane.submit(request, ticket.outbox)
@@ -141,17 +145,12 @@ class SchedulerServer:
     async def _relay(self, call: Call[protocol.Request, protocol.Reply], ticket: Ticket) -> Finished | Failed:
         """Send what the lane yields until the final reply. PeerDied if the client is gone."""
         while True:
-            tokens, final = await ticket.next_replies()
-            self._tally.generated_tokens += len(tokens.token_ids)
-            if tokens.text or tokens.token_ids or final is None:
+            tokens, ticket.final = await ticket.next_replies()
+            if tokens.text or tokens.token_ids or ticket.final is None:
                 await call.progress(tokens)
-            match final:
-                case Finished(reason=reason):
-                    self._tally.finished += reason != "abort"
-                    return final
-                case Failed():
-                    self._tally.failed += 1
-                    return final
+            self._tally.generated_tokens += len(tokens.token_ids)
+            if ticket.final:
+                return ticket.final
 
     def _abort(self, ticket: Ticket | None) -> None:
         """End a request wherever it is. No-op if it has ended."""
@@ -159,11 +158,7 @@ class SchedulerServer:
             return
         ticket.aborted = True
         if ticket.lane and ticket.request and ticket.lane.abort(ticket.request):
-            self._count_abort(ticket, ticket.request)
-
-    def _count_abort(self, ticket: Ticket, request: Request) -> None:
-        self._tally.aborted += 1
-        ticket.outbox.put_nowait(request.finished("abort", time.monotonic()))
+            _finish_aborted(ticket, ticket.request)
 
     def _accepting(self) -> Service:
         if self._draining:
@@ -207,3 +202,7 @@ class SchedulerServer:
             streamed=total([core.counters["streamed"] for core in cores]),
             dropped_frames=self._rpc.dropped_frames,
         )
+
+
+def _finish_aborted(ticket: Ticket, request: Request) -> None:
+    ticket.outbox.put_nowait(request.finished("abort", time.monotonic()))

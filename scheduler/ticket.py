@@ -21,17 +21,8 @@ class Service(Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     max_queued: int
+    demand_tokens: int  # the threshold in force: 0 for a dense model
     lanes: list[Lane]
-
-
-class Tally(Struct):
-    """Every accepted request is waiting, running, or counted in one of the first three."""
-
-    finished: int = 0
-    failed: int = 0
-    aborted: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class Ticket:
@@ -41,8 +32,9 @@ class Ticket:
         self.outbox: Outbox = asyncio.Queue()
         self.aborted = False
         self.arrived_s = time.monotonic()
-        self.request: Request | None = None
+        self.request: Request | None = None  # once it is accepted
         self.lane: Lane | None = None
+        self.final: Finished | Failed | None = None  # taken from the outbox to be sent
 
     async def next_replies(self) -> tuple[Tokens, Finished | Failed | None]:
         """All tokens that are there as one reply, and the final reply if it is there. Empty after KEEPALIVE_S."""
@@ -59,3 +51,25 @@ class Ticket:
                 return Tokens(text, token_ids), None
             message = self.outbox.get_nowait()
         return Tokens(text, token_ids), message
+
+
+class Tally(Struct):
+    """Each accepted request is counted in exactly one of the first three, when it is over."""
+
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    def count(self, ticket: Ticket) -> None:
+        """`ticket` is over; no-op for one that was refused. Aborted is also whose client left before its end."""
+        if ticket.request is None:
+            return
+        match ticket.final:
+            case Failed():
+                self.failed += 1
+            case Finished(reason="stop" | "length"):
+                self.finished += 1
+            case _:
+                self.aborted += 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler.core import Core, CoreLimits, split_stats
 from scheduler.detokenize import NoText
-from scheduler.protocol import Finished, Tokens
+from scheduler.protocol import Finished, Tokens, Usage
 from scheduler.request import Ending, Request
 from worker.protocol import ExpertStats, RunStep, Sampling, StepDone
 
@@ -56,10 +56,17 @@ ACTIONS = st.lists(
 )
 
 
-class Run:
-    """A core and the made-up worker's side of it."""
+def added(a: ExpertStats, b: ExpertStats) -> ExpertStats:
+    return ExpertStats(*(getattr(a, name) + getattr(b, name) for name in ExpertStats.__struct_fields__))
 
-    def __init__(self) -> None:
+
+class Run:
+    """A core and the made-up worker's side of it. Every step reports `misses` experts missed and 2 hit."""
+
+    def __init__(self, misses: int = 0) -> None:
+        self.misses = misses
+        self.usages: list[Usage] = []  # what the clients of finished and aborted requests were told
+        self.unreported = ExpertStats()  # shares of requests that had ended when their step was back
         self.core = Core(LIMITS)
         self.requests: list[Request] = []
         self.over: dict[int, str] = {}
@@ -75,6 +82,7 @@ class Run:
         if index < len(self.requests) and index not in self.over:
             self.core.abort(self.requests[index])
             self.over[index] = "abort"
+            self.usages.append(self.requests[index].finished("abort", 2.0).usage)
 
     def step(self, abort: int | None = None, fail: bool = False) -> bool:
         step = self.core.plan(1.0)
@@ -90,14 +98,20 @@ class Run:
         if fail:
             self.over |= {request.sequence: "failed" for request in self.core.fail_step()}
             return True
-        for reply in self.core.apply(answer(step), 2.0):
+        done = answer(step, self.misses)
+        shares = split_stats(done.stats, [len(s.tokens) for s in step.sequences])
+        for s, share in zip(step.sequences, shares, strict=True):
+            if s.sequence in self.over:
+                self.unreported = added(self.unreported, share)
+        for reply in self.core.apply(done, 2.0):
             sequence = reply.request.sequence
             assert sequence not in self.over
             match reply.message:
                 case Tokens(token_ids=ids):
                     self.tokens[sequence] = self.tokens.get(sequence, 0) + len(ids)
-                case Finished(reason=reason):
+                case Finished(reason=reason, usage=usage):
                     self.over[sequence] = reason
+                    self.usages.append(usage)
         return True
 
     def act(self, action: tuple[str, int, int]) -> None:
@@ -129,6 +143,26 @@ def test_everybody_ends_in_order_and_every_page_comes_back(actions: list[tuple[s
     for request in run.requests:
         if run.over[request.sequence] == "length":
             assert run.tokens[request.sequence] == request.max_tokens
+
+
+@given(ACTIONS, st.sampled_from([0, 1, 7, 128]))
+def test_figures_add_up_but_for_requests_that_failed_and_steps_that_were_out(
+    actions: list[tuple[str, int, int]], misses: int
+) -> None:
+    """Exactly as protocol.Usage says what is missing; what a failed step did is in no figure."""
+    run = Run(misses)
+    for action in actions:
+        run.act(action)
+    while run.step():
+        pass
+    failed = [r.finished("abort", 2.0).usage for r in run.requests if run.over[r.sequence] == "failed"]
+    usages = [*run.usages, *failed]
+    assert len(usages) == len(run.requests), "every request ends once"
+    counters = run.core.counters.values()
+    unreported = run.unreported
+    assert sum(u.expert_misses for u in usages) + unreported.misses == sum(c.misses for c in counters)
+    assert sum(u.expert_hits for u in usages) + unreported.hits == sum(c.hits for c in counters)
+    assert sum(u.copied_nbytes for u in usages) + unreported.copied_nbytes == sum(c.copied_nbytes for c in counters)
 
 
 @given(ACTIONS)

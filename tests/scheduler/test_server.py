@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from copyengine.wire.errors import PeerDied, RequestRefused
 from scheduler.client import Client
 from scheduler.protocol import Finished, Message, Sampling, Tokens
-from tests.scheduler.rig import COPY_FAILED, RECORD_NBYTES, engine, expected, on_loop
+from tests.scheduler.rig import COPY_FAILED, RECORD_NBYTES, Rig, engine, expected, on_loop
 
 
 def sampling(max_tokens: int = 4, **fields: object) -> Sampling:
@@ -36,6 +36,14 @@ async def refusal(client: Client, **request: object) -> RequestRefused:
     with pytest.raises(RequestRefused) as refused:
         await collect(client, **request)
     return refused.value
+
+
+async def vanish(client: Client) -> None:
+    """Close its connection in the middle of whatever it does, as a killed client's is."""
+    assert client._rpc is not None and client._context is not None
+    rpc, client._rpc = client._rpc, None
+    await rpc.close()
+    client._context.term()
 
 
 def test_text_token_ids_and_chats_are_answered(model: Path, event_loop: str) -> None:
@@ -289,16 +297,76 @@ def test_a_client_that_is_gone_has_its_requests_aborted(model: Path, event_loop:
             await gone.__aenter__()
             answer = aiter(gone.generate(token_ids=[5], sampling=sampling(2000)))
             await anext(answer)
-            assert gone._rpc is not None
-            await gone._rpc.close()
+            await vanish(gone)
             with pytest.raises(PeerDied):
                 while True:
                     await anext(answer)
-            assert gone._context is not None
-            gone._context.term()
             await rig.settled()
             assert (await client.stats()).aborted == 1
             assert rig.pages_free()
+
+    on_loop(event_loop, main)
+
+
+def test_an_answer_that_ended_while_its_client_left_is_counted_as_finished(model: Path, event_loop: str) -> None:
+    """Its last tokens cannot be sent any more, but the lane is through with it."""
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            rig.worker.gate.clear()
+            async with rig.client() as leaver:
+                answer = aiter(leaver.generate(token_ids=[5], sampling=sampling(1)))
+                asked = asyncio.ensure_future(anext(answer))
+                await rig.settled(running=1)
+                await vanish(leaver)
+                assert isinstance((await asyncio.gather(asked, return_exceptions=True))[0], PeerDied)
+            await asyncio.sleep(0.1)
+            rig.worker.gate.set()
+            await rig.settled()
+            async with asyncio.timeout(5):
+                while (stats := await client.stats()).finished == 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert (stats.finished, stats.failed, stats.aborted, stats.generated_tokens) == (1, 0, 0, 0)
+
+    on_loop(event_loop, main)
+
+
+def test_every_accepted_request_ends_in_one_count(model: Path, event_loop: str) -> None:
+    """Answers that end by length, that are left, aborted, whose client is gone, or whose step fails, all at once."""
+
+    async def ask(rig: Rig, number: int) -> str:
+        request_id = str(number)
+        async with rig.client() as client:
+            try:
+                answer = client.generate(token_ids=[number + 3], sampling=sampling(5 + number), request_id=request_id)
+                async for _ in answer:
+                    if number % 4 == 1:
+                        return "left"
+                    if number % 4 == 2:
+                        await client.abort(request_id)
+                    if number % 4 == 3:
+                        await vanish(client)
+            except RequestRefused as refused:
+                return refused.code
+            except PeerDied:
+                return "gone"
+            assert answer.finished
+            return answer.finished.reason
+
+    async def main() -> None:
+        async with engine(model, max_running_requests=3) as rig, rig.client() as client:
+            rig.worker.step_s = 0.005
+            asked = [asyncio.create_task(ask(rig, number)) for number in range(24)]
+            await asyncio.sleep(0.1)
+            rig.worker.failures.append(COPY_FAILED)
+            ends = await asyncio.gather(*asked)
+            await rig.settled()
+            stats = await client.stats()
+            assert stats.finished + stats.failed + stats.aborted == len(ends) == 24
+            assert stats.failed >= ends.count("worker_failed") > 0
+            assert stats.finished >= ends.count("length") > 0
+            assert stats.aborted >= ends.count("abort") > 0
+            assert stats.prompt_tokens == 24
 
     on_loop(event_loop, main)
 
@@ -373,7 +441,7 @@ def test_a_stop_gives_running_requests_their_last_reply(model: Path, event_loop:
             rig.worker.step_s = 0.01
             asked = asyncio.create_task(refusal(client, token_ids=[5], sampling=sampling(500)))
             await rig.settled(running=1)
-            await rig.server.close()
+            await rig.server.end()
             assert (await asked).code == "draining"
 
     on_loop(event_loop, main)
