@@ -17,8 +17,8 @@ from scheduler.server import SchedulerServer
 from scheduler.startup import build_service, close_all, listen_endpoint, load_workers, model_name, ready_facts
 
 
-async def serve(config: SchedulerConfig, orders: Orders) -> None:
-    """Serve until drained; cancelling it stops at once. ConfigError if the start is refused."""
+async def serve(config: SchedulerConfig, orders: Orders) -> int:
+    """Serve until drained; cancelling it stops at once. The exit code. ConfigError if the start is refused."""
     context = zmq.asyncio.Context()
     server = SchedulerServer(context, model_name(config))
     listening: asyncio.Task[None] | None = None
@@ -26,7 +26,7 @@ async def serve(config: SchedulerConfig, orders: Orders) -> None:
         endpoint = server.bind(listen_endpoint(config))
         announce(Listening(endpoint))
         listening = asyncio.create_task(server.serve())
-        await _load_and_serve(config, context, server, endpoint, orders)
+        return await _load_and_serve(config, context, server, orders)
     finally:
         await server.close()
         if listening:
@@ -35,18 +35,28 @@ async def serve(config: SchedulerConfig, orders: Orders) -> None:
 
 
 async def _load_and_serve(
-    config: SchedulerConfig, context: zmq.asyncio.Context, server: SchedulerServer, endpoint: str, orders: Orders
-) -> None:
+    config: SchedulerConfig, context: zmq.asyncio.Context, server: SchedulerServer, orders: Orders
+) -> int:
     workers, loaded = await load_workers(context, config, announce)
     try:
         service = build_service(config, workers, loaded)
-        async with running(service.lanes):
+        async with running(service.lanes) as collapse:
             server.open(service)
-            announce(Ready(ready_facts(config, endpoint, service, loaded)))
-            await orders.drain.wait()
-            await server.drain()
+            announce(Ready(ready_facts(config, service, loaded)))
+            drained = asyncio.create_task(_drain(server, orders))
+            try:
+                await asyncio.wait({drained, collapse}, return_when=asyncio.FIRST_COMPLETED)
+                return int(any(lane.broken for lane in service.lanes))  # why is in the log
+            finally:
+                drained.cancel()
+                await server.end()
     finally:
         await close_all(workers)
+
+
+async def _drain(server: SchedulerServer, orders: Orders) -> None:
+    await orders.drain.wait()
+    await server.drain()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

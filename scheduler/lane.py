@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-from copyengine.wire.errors import PeerDied, SlotstreamError
+from copyengine.wire.errors import PeerDied, PeerTimeout, SlotstreamError
 from scheduler.core import Core
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
@@ -26,7 +26,8 @@ class Lane:
 
     def __init__(self, worker: WorkerClient, core: Core) -> None:
         self.core = core
-        self.death = ""  # why the worker can serve no more
+        self.death = ""  # why it takes no requests any more
+        self.broken = False  # it died of an error of this process, not of its worker
         self._worker = worker
         self._outboxes: dict[int, Outbox] = {}
         self._work = asyncio.Event()
@@ -52,7 +53,7 @@ class Lane:
 
     async def run(self) -> None:
         """Step until the worker dies or the task is cancelled; either way no request is left without a final reply."""
-        why = "the engine is stopping"
+        code, why = "worker_failed", "the worker is gone: its connection closed"
         try:
             while await self._has_work():
                 step = self.core.plan(time.monotonic())
@@ -60,15 +61,21 @@ class Lane:
                     await self._step(step)
                 if ended := self.core.take_ended():
                     await self._worker.release(ended)
-            why = "the worker is gone: its connection closed"
+        except asyncio.CancelledError:
+            code, why = "draining", "the engine is stopping"
+            raise
         except SlotstreamError as error:
             why = str(error)
         except Exception as error:
             log.exception("the core loop failed")
+            self.broken = True
             why = f"the core loop failed: {type(error).__name__}: {error}"
         finally:
             self.death = why
-            self._fail(self.core.fail_all(), why)
+            for outbox in self._outboxes.values():  # not by way of the core, which may be what failed
+                outbox.put_nowait(Failed(code, why))
+            self._outboxes.clear()
+            self.core.fail_all()
 
     async def _has_work(self) -> bool:
         """Waits for something to do; False once the worker is gone."""
@@ -83,19 +90,23 @@ class Lane:
         return not self._worker.lost.is_set()
 
     async def _step(self, step: RunStep) -> None:
-        match await self._worker.run_step(step, STEP_DEADLINE_S):
+        match await self._run_step(step):
             case StepDone() as done:
                 for reply in self.core.apply(done, time.monotonic()):
                     self._deliver(reply.request, reply.message)
-            case StepFailed(code="peer_died", detail=detail):
+            case StepFailed(code="peer_died" | "peer_timeout", detail=detail):
                 raise PeerDied(f"the worker cannot go on: {detail}")
             case StepFailed(code=code, detail=detail):
                 log.warning("a %s step failed: %s: %s", step.mode, code, detail)
-                self._fail(self.core.fail_step(), detail)
+                for request in self.core.fail_step():
+                    self._deliver(request, Failed("worker_failed", detail))
 
-    def _fail(self, requests: list[Request], why: str) -> None:
-        for request in requests:
-            self._deliver(request, Failed("worker_failed", why))
+    async def _run_step(self, step: RunStep) -> StepDone | StepFailed:
+        try:
+            return await self._worker.run_step(step, STEP_DEADLINE_S)
+        except PeerTimeout as error:
+            tokens = sum(len(sequence.tokens) for sequence in step.sequences)
+            raise PeerTimeout(f"a {step.mode} step of {tokens} tokens took too long: {error}") from None
 
     def _deliver(self, request: Request, message: Tokens | Finished | Failed) -> None:
         outbox = self._outboxes.get(request.sequence)
@@ -107,12 +118,23 @@ class Lane:
 
 
 @contextlib.asynccontextmanager
-async def running(lanes: list[Lane]) -> AsyncIterator[None]:
-    """The lanes' loops run inside."""
+async def running(lanes: list[Lane]) -> AsyncIterator[asyncio.Task[None]]:
+    """The lanes' loops run inside. Yields a task that ends when the last lane has died and one of them was broken.
+
+    Lanes whose workers died end nothing: whoever started the workers sees to that, and health says it.
+    """
     tasks = [asyncio.create_task(lane.run()) for lane in lanes]
+    collapse = asyncio.create_task(_collapse(lanes, tasks))
     try:
-        yield
+        yield collapse
     finally:
+        collapse.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(collapse, *tasks, return_exceptions=True)
+
+
+async def _collapse(lanes: list[Lane], loops: list[asyncio.Task[None]]) -> None:
+    await asyncio.wait(loops)
+    if not any(lane.broken for lane in lanes):
+        await asyncio.Event().wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq.asyncio
 
 from copyengine.checkpoint.directory import read_config
-from copyengine.wire.errors import ConfigError
+from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.lifecycle import Progress
 from copyengine.wire.loop import resolve
 from scheduler.config import SchedulerConfig
@@ -19,6 +19,9 @@ from scheduler.ticket import Service
 from scheduler.tokenize import load_text_codec
 from worker.client import WorkerClient
 from worker.protocol import Load, Loaded, LoadProgress
+
+LOAD_MARGIN_S = 10.0
+"""Seconds that a worker's silence may last longer than what it waits for itself, so that it names the cause."""
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +56,17 @@ def load_request(config: SchedulerConfig) -> Load:
         kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
         max_step_tokens=max(config.chunked_prefill_size, config.max_running_requests),
         demand_prefill=config.demand_tokens > 0,
+        deadline_s=config.ready_timeout_s,
     )
 
 
 async def load_workers(
     context: zmq.asyncio.Context, config: SchedulerConfig, on_progress: Callable[[Progress], None]
 ) -> tuple[list[WorkerClient], list[Loaded]]:
-    """Connected workers that have all loaded the model. Raises what the first worker that cannot says."""
+    """Connected workers that have all loaded the model. Raises what the first worker that cannot says.
+
+    ConfigError for an endpoint that is none; PeerTimeout, naming the setting, if a worker or its copy engine is silent.
+    """
     endpoints = [endpoint.strip() for endpoint in config.workers.split(",") if endpoint.strip()]
     if not endpoints:
         raise ConfigError("--workers: needs at least one endpoint such as tcp://127.0.0.1:5801")
@@ -67,12 +74,15 @@ async def load_workers(
     def relay(progress: LoadProgress) -> None:
         on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes))
 
-    workers = [WorkerClient(context, endpoint) for endpoint in endpoints]
+    workers: list[WorkerClient] = []
     try:
-        loads = [worker.load(load_request(config), config.ready_timeout_s, relay) for worker in workers]
+        workers.extend(WorkerClient(context, endpoint) for endpoint in endpoints)
+        loads = [worker.load(load_request(config), config.ready_timeout_s + LOAD_MARGIN_S, relay) for worker in workers]
         return workers, await asyncio.gather(*loads)
-    except BaseException:
+    except BaseException as error:
         await close_all(workers)
+        if isinstance(error, PeerTimeout):
+            raise PeerTimeout(f"{error}; raise --ready-timeout-s if the machine is only slow") from None
         raise
 
 
@@ -96,7 +106,7 @@ def max_model_len(config: SchedulerConfig, loaded: list[Loaded]) -> int:
     return asked or min(positions, kv_tokens)
 
 
-def demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
+def _demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
     """The demand threshold in force: 0 for a dense model, which has no experts to fetch."""
     if loaded.moe_layers == 0 and config.demand_tokens > 0:
         log.info("a dense model has no experts: --demand-tokens is 0")
@@ -107,12 +117,13 @@ def demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
 def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: list[Loaded]) -> Service:
     """Everything the server needs. ConfigError if the model's text files or --max-model-len are no good."""
     lanes = []
+    threshold = _demand_tokens(config, loaded[0])  # all have the same model
     for worker, facts in zip(workers, loaded, strict=True):
         limits = CoreLimits(
             pages=facts.kv_tokens // facts.page_tokens,
             page_tokens=facts.page_tokens,
             max_running=config.max_running_requests,
-            demand_tokens=demand_tokens(config, facts),
+            demand_tokens=threshold,
             chunk_tokens=config.chunked_prefill_size,
         )
         lanes.append(Lane(worker, Core(limits)))
@@ -121,17 +132,15 @@ def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: 
         vocab_size=min(facts.vocab_size for facts in loaded),
         max_model_len=max_model_len(config, loaded),
         max_queued=config.max_queued_requests,
+        demand_tokens=threshold,
         lanes=lanes,
     )
 
 
-def ready_facts(
-    config: SchedulerConfig, endpoint: str, service: Service, loaded: list[Loaded]
-) -> dict[str, str | int | float | bool]:
-    """What the Ready event says; sizes are per worker, as really allocated."""
+def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded]) -> dict[str, str | int | float | bool]:
+    """What the Ready event says: what launch.py prints. Sizes are per worker, as really allocated."""
     first = loaded[0]
     return {
-        "endpoint": endpoint,
         "model": model_name(config),
         "workers": len(loaded),
         "device": first.device,
@@ -139,19 +148,14 @@ def ready_facts(
         "moe_layers": first.moe_layers,
         "experts": first.experts,
         "experts_per_token": first.experts_per_token,
-        "record_nbytes": first.record_nbytes,
         "slots": first.slots,
         "stream_slots": first.stream_slots,
         "bank_nbytes": first.bank_nbytes,
         "pool_nbytes": first.pool_nbytes,
-        "dense_nbytes": first.dense_nbytes,
         "kv_tokens": first.kv_tokens,
         "kv_nbytes": first.kv_nbytes,
         "max_model_len": service.max_model_len,
-        "demand_tokens": demand_tokens(config, first),
-        "chunked_prefill_size": config.chunked_prefill_size,
+        "demand_tokens": service.demand_tokens,
         "copy_engine": first.copy_engine,
         "event_loop": resolve(config.event_loop),
-        "text": service.text.has_text,
-        "load_s": max(facts.load_s for facts in loaded),
     }

@@ -37,13 +37,15 @@ class Orders:
             self._loop.call_soon_threadsafe(event.set)
 
 
-def run_process(main: Callable[[Orders], Coroutine[Any, Any, None]], event_loop: EventLoop, parent_pipe: bool) -> int:
-    """Run `main` until it returns or `orders.stop` is set, which cancels it; the exit code.
+def run_process(
+    main: Callable[[Orders], Coroutine[Any, Any, int | None]], event_loop: EventLoop, parent_pipe: bool
+) -> int:
+    """Run `main` until it returns or `orders.stop` is set, which cancels it; the exit code: main's, or 0.
 
     A start that is refused (ConfigError) or fails is announced as StartFailed, see `refuse`.
     """
 
-    async def supervise() -> None:
+    async def supervise() -> int:
         orders = Orders()
         orders.listen(parent_pipe)
         work = asyncio.create_task(main(orders))
@@ -54,19 +56,18 @@ def run_process(main: Callable[[Orders], Coroutine[Any, Any, None]], event_loop:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-            return
-        work.result()
+            return 0
+        return work.result() or 0
 
     try:
         with asyncio.Runner(loop_factory=loop_factory(event_loop)) as runner:
-            runner.run(supervise())
+            return runner.run(supervise())
     except SlotstreamError as error:
         return refuse(error, parent_pipe)
     except Exception as error:
         log.exception("the process failed")
         announce(StartFailed("internal", f"{type(error).__name__}: {error}"))
         return 1
-    return 0
 
 
 def refuse(error: SlotstreamError, parent_pipe: bool = False) -> int:

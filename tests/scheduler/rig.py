@@ -19,6 +19,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.lane import running
 from scheduler.server import SchedulerServer
 from scheduler.startup import build_service, close_all, load_workers, model_name
+from scheduler.ticket import Service
 from worker import protocol
 from worker.protocol import Done, ExpertStats, Failed, Load, Loaded, LoadProgress, Mode, Release, RunStep, StepDone
 
@@ -41,13 +42,18 @@ def expected(prompt: list[int], count: int, vocab_size: int) -> list[int]:
 
 
 class FakeWorker:
-    """Speaks worker.protocol; a step takes `step_s` and, if a message is in `failures`, fails with it."""
+    """Speaks worker.protocol; a step takes `step_s` and, if an error is in `failures`, fails with it.
+
+    With `short` a step's reply lacks a token, which the scheduler does not expect.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, vocab_size: int, **facts: Any) -> None:
         self.steps: list[RunStep] = []
         self.released: list[int] = []
         self.loads: list[Load] = []
         self.failures: list[Exception] = []
+        self.load_failures: list[Exception] = []
+        self.short = False
         self.step_s = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -71,6 +77,8 @@ class FakeWorker:
         match call.request:
             case Load() as load:
                 self.loads.append(load)
+                if self.load_failures:
+                    raise self.load_failures.pop(0)
                 await call.progress(LoadProgress("experts", 1, 2))
                 await call.progress(LoadProgress("dense weights", 2, 2))
                 return self.facts
@@ -90,6 +98,8 @@ class FakeWorker:
             raise self.failures.pop(0)
         vocab_size = self.facts.vocab_size
         tokens = [next_token(s.tokens[-1], vocab_size) if s.sample else -1 for s in step.sequences]
+        if self.short:
+            tokens.pop()
         misses = len(step.sequences)
         return StepDone(tokens, ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES))
 
@@ -133,11 +143,12 @@ def write_model(directory: Path, tokenizer: Tokenizer | None = None) -> Path:
 class Rig:
     """A scheduler and its workers; `client()` opens a connection."""
 
-    def __init__(self, server: SchedulerServer, endpoint: str, workers: list[FakeWorker], lanes: list[Any]) -> None:
+    def __init__(self, server: SchedulerServer, endpoint: str, workers: list[FakeWorker], service: Service) -> None:
         self.server = server
         self.endpoint = endpoint
         self.workers = workers
-        self.lanes = lanes
+        self.service = service
+        self.lanes = service.lanes
 
     @property
     def worker(self) -> FakeWorker:
@@ -176,7 +187,7 @@ async def engine(
         service = build_service(config, clients, loaded)
         async with running(service.lanes):
             server.open(service)
-            yield Rig(server, endpoint, fakes, service.lanes)
+            yield Rig(server, endpoint, fakes, service)
             await server.end()
         await close_all(clients)
     finally:

@@ -13,10 +13,18 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from copyengine.wire.errors import PeerTimeout, RequestRefused
 from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Progress, Ready, StartFailed, parse_event
 from scheduler.client import Client
 from scheduler.protocol import Sampling
 from tests.scheduler.rig import FakeWorker, on_loop
+
+PRINTED = {
+    "model", "workers", "device", "dtype", "moe_layers", "experts", "experts_per_token", "slots", "stream_slots",
+    "bank_nbytes", "pool_nbytes", "kv_tokens", "kv_nbytes", "max_model_len", "demand_tokens", "copy_engine",
+    "event_loop",
+}  # fmt: skip
+"""What launch.py's Ready block is made of."""
 
 
 class Process:
@@ -66,27 +74,28 @@ async def scheduler(
         context.term()
 
 
-async def until_ready(process: Process) -> Ready:
+async def until_ready(process: Process) -> tuple[str, Ready]:
     listening = await process.event()
     assert isinstance(listening, Listening)
     progress = [await process.event(), await process.event()]
     assert progress == [Progress("experts", 1, 2), Progress("dense weights", 2, 2)]
     ready = await process.event()
     assert isinstance(ready, Ready)
-    assert ready.facts["endpoint"] == listening.endpoint
-    return ready
+    return listening.endpoint, ready
 
 
 def test_it_listens_loads_and_is_ready_with_the_facts(model: Path, event_loop: str) -> None:
     async def main() -> None:
         async with scheduler(model, "--event-loop", event_loop, "--slots", "9") as (process, worker):
-            facts = (await until_ready(process)).facts
+            endpoint, ready = await until_ready(process)
+            facts = ready.facts
+            assert set(facts) == PRINTED
             assert facts["model"] == model.name
             assert facts["event_loop"] == event_loop
             assert facts["slots"] == worker.facts.slots
             assert (facts["demand_tokens"], facts["max_model_len"], facts["workers"]) == (512, 4096, 1)
             assert (worker.loads[0].slots, worker.loads[0].max_step_tokens) == (9, 4096)
-            async with Client(str(facts["endpoint"])) as client:
+            async with Client(endpoint) as client:
                 answer = client.generate(token_ids=[5], sampling=Sampling(max_tokens=2, ignore_eos=True))
                 assert [t async for piece in answer for t in piece.token_ids] == [6, 7]
 
@@ -111,10 +120,77 @@ def test_it_stops_at_once_when_told(model: Path, event_loop: str, way: str) -> N
     on_loop(event_loop, main)
 
 
+@pytest.mark.parametrize("way", ["eof", "SIGTERM", "SIGINT"])
+def test_a_stop_ends_what_runs_with_the_code_of_a_stop(model: Path, event_loop: str, way: str) -> None:
+    if way != "eof" and sys.platform == "win32":
+        pytest.skip("Windows has no such signals to send")
+
+    async def main() -> None:
+        flags = ["--parent-pipe"] if way == "eof" else []
+        async with scheduler(model, "--event-loop", event_loop, *flags) as (process, worker):
+            endpoint, _ = await until_ready(process)
+            worker.step_s = 0.01
+            async with Client(endpoint) as client:
+                answer = aiter(client.generate(token_ids=[5], sampling=Sampling(max_tokens=2000, ignore_eos=True)))
+                await anext(answer)
+                if way == "eof":
+                    await process.tell(None)
+                else:
+                    process.popen.send_signal(getattr(signal, way))
+                with pytest.raises(RequestRefused) as ended:
+                    while True:
+                        await anext(answer)
+                assert (ended.value.code, ended.value.detail) == ("draining", "the engine is stopping")
+            assert await process.code() == 0
+
+    on_loop(event_loop, main)
+
+
+def test_a_bug_that_leaves_no_worker_usable_ends_the_process(model: Path, event_loop: str) -> None:
+    """By the exit code its launcher sees; the request has its end before."""
+
+    async def main() -> None:
+        async with scheduler(model, "--event-loop", event_loop, "--parent-pipe") as (process, worker):
+            endpoint, _ = await until_ready(process)
+            worker.short = True
+            async with Client(endpoint) as client:
+                with pytest.raises(RequestRefused) as ended:
+                    await client.generate(token_ids=[5]).text()
+                assert ended.value.code == "worker_failed"
+            assert await process.code() == 1
+
+    on_loop(event_loop, main)
+
+
+def test_a_dead_worker_does_not_end_the_process(model: Path) -> None:
+    async def main() -> None:
+        async with scheduler(model, "--parent-pipe") as (process, worker):
+            endpoint, _ = await until_ready(process)
+            await worker.die()
+            async with Client(endpoint) as client:
+                async with asyncio.timeout(2):
+                    while (health := await client.health()).phase != "dead":  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                assert not health.ready
+            assert process.popen.poll() is None
+
+    on_loop("selector", main)
+
+
+def test_a_drain_with_nothing_running_is_over_at_once(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with scheduler(model, "--event-loop", event_loop, "--parent-pipe") as (process, _):
+            await until_ready(process)
+            await process.tell(b"drain\n")
+            assert await process.code() == 0
+
+    on_loop(event_loop, main)
+
+
 def test_it_drains_when_told(model: Path, event_loop: str) -> None:
     async def main() -> None:
         async with scheduler(model, "--event-loop", event_loop, "--parent-pipe") as (process, worker):
-            endpoint = str((await until_ready(process)).facts["endpoint"])
+            endpoint, _ = await until_ready(process)
             worker.step_s = 0.01
             async with Client(endpoint) as client:
                 answer = client.generate(token_ids=[5], sampling=Sampling(max_tokens=30, ignore_eos=True))
@@ -155,6 +231,7 @@ def test_a_taken_port_refuses_the_start(model: Path) -> None:
         (["--max-model-len", "100"], {"kv_tokens": 96}, "--kv-tokens"),
         (["--demand-tokens", "-1"], {}, "--demand-tokens"),
         (["--event-loop", "proactor"], {}, "--event-loop"),
+        (["--workers", "foo"], {}, "the worker at 'foo'"),
     ],
 )
 def test_a_wrong_setting_refuses_the_start_by_name(
@@ -172,18 +249,16 @@ def test_a_wrong_setting_refuses_the_start_by_name(
     on_loop("selector", main)
 
 
-def test_a_scheduler_without_its_worker_gives_up_after_the_deadline(model: Path) -> None:
+def test_a_load_that_times_out_names_its_cause_and_the_setting(model: Path) -> None:
     async def main() -> None:
-        flags = ["--model", str(model), "--workers", "tcp://127.0.0.1:9", "--port", "0", "--ready-timeout-s", "0.5"]
-        process = Process(*flags)
-        try:
+        async with scheduler(model) as (process, worker):
+            worker.load_failures.append(PeerTimeout("the copy engine said nothing for 120 s"))
             assert isinstance(await process.event(), Listening)
             failed = await process.event()
             assert isinstance(failed, StartFailed)
             assert failed.code == "peer_timeout"
+            assert "the copy engine said nothing" in failed.detail and "--ready-timeout-s" in failed.detail
             assert await process.code() == 1
-        finally:
-            process.close()
 
     on_loop("selector", main)
 

@@ -1,0 +1,126 @@
+"""A lane over a real connection to a made-up worker, against how each of its requests must end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq.asyncio
+
+from copyengine.wire.errors import PeerTimeout
+from scheduler.core import Core, CoreLimits
+from scheduler.detokenize import NoText
+from scheduler.lane import Lane, Outbox, running
+from scheduler.protocol import Failed, Finished, Tokens
+from scheduler.request import Ending, Request
+from tests.scheduler.rig import FakeWorker, on_loop
+from worker.client import WorkerClient
+from worker.protocol import Sampling
+
+LIMITS = CoreLimits(pages=64, page_tokens=16, max_running=2, demand_tokens=8, chunk_tokens=16)
+
+
+@contextlib.asynccontextmanager
+async def lanes(count: int = 1) -> AsyncIterator[list[tuple[Lane, FakeWorker]]]:
+    """Lanes whose loops the test runs, each with a worker of its own."""
+    context = zmq.asyncio.Context()
+    workers = [FakeWorker(context, 400) for _ in range(count)]
+    clients = [WorkerClient(context, worker.endpoint) for worker in workers]
+    try:
+        yield [(Lane(client, Core(LIMITS)), worker) for client, worker in zip(clients, workers, strict=True)]
+    finally:
+        for client, worker in zip(clients, workers, strict=True):
+            await client.close()
+            await worker.die()
+        context.term()
+
+
+def submit(lane: Lane, sequence: int, max_tokens: int = 500) -> Outbox:
+    outbox: Outbox = asyncio.Queue()
+    lane.submit(Request(sequence, [5, 6, 7], Sampling(), Ending(max_tokens), NoText(), 0.0), outbox)
+    return outbox
+
+
+async def end_of(outbox: Outbox) -> Finished | Failed:
+    async with asyncio.timeout(5):
+        while True:
+            if isinstance(message := await outbox.get(), Finished | Failed):
+                return message
+
+
+def nothing_left(lane: Lane) -> bool:
+    return lane.core.running == lane.core.waiting == 0 and lane.core.pages.free == lane.core.pages.total
+
+
+def test_a_cancelled_lane_ends_its_requests_as_a_stop_does() -> None:
+    """Those that run and the one that waits."""
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)]:
+            worker.step_s = 0.01
+            async with running([lane]):
+                outboxes = [submit(lane, sequence) for sequence in range(3)]
+                assert isinstance(await outboxes[0].get(), Tokens)
+            ends = [await end_of(outbox) for outbox in outboxes]
+            assert ends == [Failed("draining", "the engine is stopping")] * 3
+            assert nothing_left(lane) and not lane.broken
+
+    on_loop("selector", main)
+
+
+def test_a_step_that_takes_too_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.lane.STEP_DEADLINE_S", 0.05)
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)]:
+            worker.gate.clear()
+            async with running([lane]):
+                end = await end_of(submit(lane, 1))
+                assert isinstance(end, Failed) and end.code == "worker_failed"
+                assert end.detail.startswith("a demand step of 3 tokens took too long: no answer from the worker")
+                assert not lane.alive and not lane.broken
+
+    on_loop("selector", main)
+
+
+def test_a_worker_that_waited_in_vain_for_its_copy_engine_is_dead() -> None:
+    async def main() -> None:
+        async with lanes() as [(lane, worker)]:
+            worker.failures.append(PeerTimeout("the copy engine is silent"))
+            async with running([lane]):
+                end = await end_of(submit(lane, 1))
+                assert end == Failed("worker_failed", "the worker cannot go on: the copy engine is silent")
+                assert not lane.alive
+
+    on_loop("selector", main)
+
+
+def test_lanes_collapse_when_the_last_has_died_and_one_was_broken() -> None:
+    async def main() -> None:
+        async with lanes(2) as [(one, one_worker), (other, other_worker)]:
+            async with running([one, other]) as collapse:
+                one_worker.short = True
+                waiting = [submit(one, sequence) for sequence in range(3)]
+                for outbox in waiting:
+                    end = await end_of(outbox)
+                    assert isinstance(end, Failed) and end.code == "worker_failed"
+                    assert end.detail.startswith("the core loop failed: ValueError")
+                assert one.broken and not one.alive and nothing_left(one)
+                assert isinstance(await end_of(submit(other, 9, max_tokens=3)), Finished)
+                assert not collapse.done()
+                await other_worker.die()
+                await asyncio.wait_for(collapse, 5)
+            assert not other.broken
+
+    on_loop("selector", main)
+
+
+def test_dead_workers_alone_collapse_nothing() -> None:
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]) as collapse:
+            await worker.die()
+            assert isinstance(await end_of(submit(lane, 1)), Failed)
+            await asyncio.sleep(0.05)
+            assert not lane.alive and not lane.broken and not collapse.done()
+
+    on_loop("selector", main)

@@ -1,0 +1,62 @@
+"""A scheduler's start with made-up workers: what they are asked for, what is derived, what a silent one costs."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from copyengine.wire.errors import ConfigError, PeerTimeout
+from scheduler import startup
+from scheduler.config import SchedulerConfig
+from tests.scheduler.rig import engine, on_loop
+
+
+def test_a_dense_model_has_no_threshold_and_the_log_says_so_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Although there are two workers and the Ready facts, which say it too."""
+    caplog.set_level(logging.INFO, "scheduler")
+
+    async def main() -> None:
+        async with engine(model, workers=2, facts={"moe_layers": 0}) as rig:
+            config = SchedulerConfig(model=str(model), workers="")
+            facts = startup.ready_facts(config, rig.service, [worker.facts for worker in rig.workers])
+            assert facts["demand_tokens"] == rig.service.demand_tokens == 0
+            assert sum("--demand-tokens" in line for line in caplog.messages) == 1
+
+    on_loop("selector", main)
+
+
+def test_workers_give_up_before_the_scheduler_does(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model, ready_timeout_s=7.0) as rig:
+            assert rig.worker.loads[0].deadline_s == 7.0 < 7.0 + startup.LOAD_MARGIN_S
+
+    on_loop("selector", main)
+
+
+def test_a_worker_that_is_not_there_is_given_up_and_the_setting_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "LOAD_MARGIN_S", 0.1)
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        config = SchedulerConfig(model=str(model), workers="tcp://127.0.0.1:9", ready_timeout_s=0.1)
+        with pytest.raises(
+            PeerTimeout, match=r"no answer from the worker at .* within 0\.2 s; raise --ready-timeout-s"
+        ):
+            await startup.load_workers(context, config, lambda _: None)
+        context.term()
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize("workers", ["foo", "tcp://127.0.0.1:9,foo"])
+def test_a_worker_endpoint_that_is_none_is_refused_and_nothing_stays_open(model: Path, workers: str) -> None:
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        with pytest.raises(ConfigError, match="'foo'"):
+            await startup.load_workers(context, SchedulerConfig(model=str(model), workers=workers), lambda _: None)
+        context.term()
+
+    on_loop("selector", main)
