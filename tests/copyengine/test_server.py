@@ -498,9 +498,12 @@ def test_a_read_that_is_stuck_holds_up_no_stop(model: str, ledger: Path, process
         await client.close()
         context.term()
 
-    run(test(), "selector")
-    start = time.monotonic()
-    code, stderr = running.end()
+    try:
+        run(test(), "selector")
+        start = time.monotonic()
+        code, stderr = running.end()
+    finally:
+        running.popen.kill()
     assert code == 0 and "a read may be stuck" in stderr
     assert time.monotonic() - start < 10
     assert entries(ledger) == []
