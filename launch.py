@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from msgspec import Meta
 
-from copyengine.budget import Wanted, plan
+from copyengine.budget import Budget, Wanted, plan
 from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
 from copyengine.checkpoint.model import Model, open_model
 from copyengine.config import CopyEngineConfig
@@ -90,8 +90,8 @@ class Engine:
         self._children: list[Child] = []
         self._run_id = f"ss{secrets.token_hex(4)}"
 
-    def start(self, directory: Path) -> Ready:
-        """Start everything; the scheduler's Ready. Raises as `_wait_for` does."""
+    def start(self, directory: Path, budget: Budget) -> Ready:
+        """Start everything, with the sizes of `budget`; the scheduler's Ready. Raises as `_wait_for` does."""
         config = self._config
         common: dict[str, Any] = {"event_loop": config.event_loop, "log_level": config.log_level, "parent_pipe": True}
         copy_engine = ""
@@ -115,6 +115,9 @@ class Engine:
         ]
         serving = {name: getattr(config, name) for name in ServingConfig.__struct_fields__}
         serving["served_model_name"] = config.served_model_name or directory.name
+        serving["kv_tokens"] = budget.kv_tokens
+        if budget.slots:
+            serving["slots"] = budget.slots
         self.scheduler_endpoint = self._spawn(
             "scheduler",
             "scheduler",
@@ -195,8 +198,11 @@ class Engine:
                     raise KeyboardInterrupt
 
 
-def preflight(config: LaunchConfig) -> Model:
-    """The model, checked. ConfigError if it or the settings are no good, or the machine has too little memory."""
+def preflight(config: LaunchConfig) -> tuple[Model, Budget]:
+    """The model, checked, and what each worker will allocate.
+
+    ConfigError if the model or the settings are no good, or the machine has too little memory.
+    """
     if config.device == "cuda":
         raise ConfigError("--device cuda: the CUDA data plane is not in this version; use --device cpu or auto")
     if config.copy_engine == "thread" and config.workers > 1:
@@ -207,8 +213,7 @@ def preflight(config: LaunchConfig) -> Model:
     resolve(config.event_loop)
     reclaim_stale()
     model = open_model(Path(config.model) if config.model else builtin_model(), config.hf_overrides)
-    check_memory(config, model)
-    return model
+    return model, plan_memory(config, model)
 
 
 def builtin_model() -> Path:
@@ -218,10 +223,10 @@ def builtin_model() -> Path:
     return ensure_builtin()
 
 
-def check_memory(config: LaunchConfig, model: Model) -> None:
-    """ConfigError, naming both numbers and the flag to turn, if what the processes will allocate does not fit.
+def plan_memory(config: LaunchConfig, model: Model) -> Budget:
+    """What each worker will allocate: the banks are there once, everything else once per worker.
 
-    The banks are there once, everything else once per worker.
+    ConfigError, naming both numbers and the flag to turn, if it does not fit.
     """
     spec = model.spec
     dtype = spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
@@ -236,8 +241,10 @@ def check_memory(config: LaunchConfig, model: Model) -> None:
     )
     available_nbytes = psutil.virtual_memory().available
     share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // config.workers
-    for note in plan(spec, dtype, record_nbytes, share_nbytes, wanted).notes:
+    budget = plan(spec, dtype, record_nbytes, share_nbytes, wanted)
+    for note in budget.notes:
         print(f"note: {note}", file=sys.stderr)
+    return budget
 
 
 def ready_block(model: Model, ready: Ready, endpoint: str) -> str:
@@ -291,11 +298,11 @@ def on_signals(told: Callable[[str], object]) -> None:
 def run(config: LaunchConfig) -> int:
     """Start, serve or answer, stop; the exit code. ConfigError if the start is refused."""
     configure_logging(config.log_level, "launch")
-    model = preflight(config)
+    model, budget = preflight(config)
     engine = Engine(config, ProgressLine())
     try:
         on_signals(lambda name: engine.notices.put(Told(name)))
-        ready = engine.start(model.directory)
+        ready = engine.start(model.directory, budget)
         print(ready_block(model, ready, engine.scheduler_endpoint), flush=True)
         return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
     finally:

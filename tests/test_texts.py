@@ -12,8 +12,9 @@ ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
 
 
 def test_every_test_that_is_named_exists() -> None:
-    files = {path.name: path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
-    functions = {name for text in files.values() for name in re.findall(r"def (test_\w+)", text)}
+    paths = list((ROOT / "tests").rglob("test_*.py"))
+    files = {path.name for path in paths}
+    functions = {name for path in paths for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))}
     named = re.findall(r"`([^`]*)`", README + ARCHITECTURE)
     for name in (name for text in named for name in re.findall(r"\btest_\w+(?:\.py)?", text)):
         assert name in (files if name.endswith(".py") else functions), name
