@@ -9,49 +9,83 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from copyengine.wire.errors import ConfigError, RequestRefused
 
-_RENDER_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What a template can raise about the messages it is given; any of them ends one request."""
+MAX_REPEATED = 1_000_000
+MAX_POWER_BITS = 65_536
+"""What `*` may repeat a sequence to, and `**` raise an integer to: one operation holds up the whole process."""
+
+MAX_REASON_CHARS = 500
 
 
 class ChatTemplate:
-    """A compiled template. ConfigError, naming the file `origin`, if `source` does not compile."""
+    """A compiled template. ConfigError, naming the file `origin`, if `source` does not compile.
+
+    A template is a program: it runs in jinja2's sandbox, nothing of it is evaluated before it is rendered, and `**` and
+    `*` are bounded. Its loops are not, nor what filters and format strings make: a template that nests long
+    loops occupies a thread for as long as they take.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        environment = _Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            optimized=False,
+            finalize=_as_it_is,
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"{origin}: the chat template does not compile"
-            raise ConfigError(f"{where}: {error.message} (line {error.lineno})") from None
-        except (RecursionError, SyntaxError, ValueError) as error:  # what Python says of the code made from it
-            raise ConfigError(f"{origin}: the chat template does not compile: {error}") from None
+        except Exception as error:  # of jinja2, or whatever Python says of the code made from it
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ConfigError(f"{origin}: the chat template does not compile: {_reason(error)}{line}") from None
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt for the assistant's next turn. RequestRefused("invalid_request") if the template objects."""
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
             )
-        except _RENDER_ERRORS as error:
-            raise RequestRefused("invalid_request", f"messages: the chat template refused them: {error}") from None
+            text.encode()  # a lone surrogate can neither be tokenised nor sent
+        except Exception as error:  # a template is somebody else's program: it may raise anything
+            detail = f"messages: the chat template refused them: {_reason(error)}"
+            raise RequestRefused("invalid_request", detail) from None
+        return text
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """`left * right` or `left ** right`. OverflowError if the result would be too large."""
+        if operator == "**":
+            bits = left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
+            if bits > MAX_POWER_BITS:
+                raise OverflowError(f"** makes an integer of more than {MAX_POWER_BITS} bits")
+        else:
+            times, repeated = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int) and isinstance(repeated, Sequence) and times * len(repeated) > MAX_REPEATED:
+                raise OverflowError(f"* makes a sequence of more than {MAX_REPEATED:,} elements")
+        return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
+    """What is printed, unchanged. That it takes the context keeps jinja2 from evaluating constants while compiling."""
+    return value
+
+
+def _reason(error: Exception) -> str:
+    """What `error` says, as text that can be sent: the words may be the template's."""
+    detail = (error.message if isinstance(error, jinja2.TemplateError) else None) or str(error) or type(error).__name__
+    return detail[:MAX_REASON_CHARS].encode(errors="backslashreplace").decode()
 
 
 class _Generation(jinja2.ext.Extension):

@@ -4,13 +4,18 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import jinja2.filters
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from copyengine.wire.errors import ConfigError, RequestRefused
+from scheduler.chat_template import ChatTemplate
 from scheduler.protocol import Generate, Message
 from scheduler.tokenize import load_text_codec
 from tests.scheduler.rig import CORPUS, train_tokenizer
@@ -94,6 +99,17 @@ def test_chats_and_prompts_read_as_transformers_reads_them(tmp_path: Path) -> No
         ("{{ messages.append(1) }}", "safe"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ '\\ud800' }}", "surrogates"),
+        ("{{ raise_exception('\\ud800') }}", r"\\ud800"),
+        ("{{ [].pop() }}", "safe"),
+        (
+            "{% set r = namespace(x=1.5) %}{% for i in range(9) %}{% set r.x = r.x * 1e99 %}{% endfor %}{{ r.x|int }}",
+            "inf",
+        ),
+        ("{{ 2 ** 65536 }}", "bits"),
+        ("{{ 'ab' * 500001 }}", "1,000,000"),
+        ("{{ 500001 * [1, 2] }}", "1,000,000"),
+        ("{{ 'a'|center(10 ** 18) }}", "MemoryError"),
     ],
 )
 def test_a_template_that_objects_refuses_one_request(tmp_path: Path, template: str, named: str) -> None:
@@ -101,6 +117,39 @@ def test_a_template_that_objects_refuses_one_request(tmp_path: Path, template: s
     with pytest.raises(RequestRefused, match=named) as refused:
         codec.encode_chat([Message("user", "hi")])
     assert refused.value.code == "invalid_request"
+    refused.value.detail.encode()
+
+
+def test_what_a_template_says_is_cut(tmp_path: Path) -> None:
+    """Against the bound: the words may be the client's whole message."""
+    template = "{{ raise_exception(messages[0].content) }}"
+    codec = load_text_codec(write(tmp_path, tokenizer_config={"chat_template": template}), {})
+    with pytest.raises(RequestRefused) as refused:
+        codec.encode_chat([Message("user", "x" * 5000)])
+    assert 500 <= len(refused.value.detail) < 600
+
+
+def test_nothing_of_a_template_is_evaluated_before_it_is_rendered() -> None:
+    """Against a filter that counts its calls; and arithmetic that would hold up the process for good."""
+    ChatTemplate("{{ 9 ** (9 ** 9) }}{{ 'ab' * 9 ** 12 }}{% if 9 ** 9 ** 9 %}{% endif %}", {}, "x")
+    calls: list[str] = []
+
+    def upper(text: str) -> str:
+        calls.append(text)
+        return "seen"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(jinja2.filters.FILTERS, "upper", upper)
+        template = ChatTemplate("{{ 'a'|upper }}{% set x = 'a'|upper %}{{ x }}", {}, "x")
+        assert calls == []
+        assert template.render([]) == "seenseen" and calls == ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    "expression", ["3 * 4", "2 ** 10", "2 ** -1", "'-' * 20", "2 * [1]", "1.5 * 2", "0 ** 0", "(-3) ** 3"]
+)
+def test_ordinary_arithmetic_is_what_python_makes_of_it(expression: str) -> None:
+    assert ChatTemplate("{{ " + expression + " }}", {}, "x").render([]) == str(eval(expression))
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
@@ -112,6 +161,15 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("from file {{ strftime_now('%Y')|length }}", "utf-8")
     codec = load_text_codec(tmp_path, {})
     assert codec._chat_template is not None and codec._chat_template.render(hi) == "from file 4"
+
+
+@pytest.mark.parametrize(
+    "value", [5, {"default": "x"}, ["x"], [{"name": ["x"], "template": "x"}], [{"name": "default", "template": 7}]]
+)
+def test_a_template_that_is_no_text_refuses_the_start(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": value})
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template"):
+        load_text_codec(tmp_path, {})
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
@@ -201,7 +259,10 @@ def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -
         ("tokenizer_config.json", '{"eos_token": "\\ud800"}'),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         ("chat_template.jinja", "{% if %}"),
-        ("chat_template.jinja", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}"),
+        ("chat_template.jinja", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"),
+        ("chat_template.jinja", "{% for a in b %}" * 25 + "{% endfor %}" * 25),
+        ("chat_template.jinja", "{% if a %}" * 300 + "{% endif %}" * 300),
+        ("chat_template.jinja", "{{ " + "9" * 5000 + " }}"),
     ],
 )
 def test_a_damaged_file_refuses_the_start(tmp_path: Path, name: str, content: str) -> None:
@@ -209,3 +270,43 @@ def test_a_damaged_file_refuses_the_start(tmp_path: Path, name: str, content: st
     (tmp_path / name).write_text(content, "utf-8")
     with pytest.raises(ConfigError, match=re.escape(name)):
         load_text_codec(tmp_path, {})
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the longest token of the vocabulary, repeated: that fits exactly, one character more does not."""
+    codec = load_text_codec(write(tmp_path, tokenizer_config={"chat_template": "{{ messages[0].content }}"}), {})
+    assert max(map(len, codec._text_tokenizer().get_vocab())) == len("0123456789")
+    fits = "0123456789" * 7
+    assert len(codec.encode(Generate(prompt=fits), 7)) == len(codec.encode(Generate(prompt=fits))) == 7
+    monkeypatch.setattr(codec, "_tokenizer", object())  # nothing may be asked of it
+    for generate in (Generate(prompt=fits + "x"), Generate(messages=[Message("user", fits + "x")])):
+        with pytest.raises(RequestRefused, match=rf"{len(fits) + 1} characters.* 7 tokens.* {len(fits)} ") as refused:
+            codec.encode(generate, 7)
+        assert refused.value.code == "context_length_exceeded"
+
+
+def test_encoding_lets_other_threads_go_on(tmp_path: Path) -> None:
+    """Against a thread that counts: `Tokenizer.encode` would let it count to one or two."""
+    codec = load_text_codec(write(tmp_path), {})
+    text = " ".join(CORPUS) * 10_000
+    ticks = 0
+    over = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    codec.encode_prompt(text)
+    over.set()
+    thread.join()
+    assert ticks > 20
+
+
+def test_text_that_the_tokenizer_cannot_encode_refuses_one_request(tmp_path: Path) -> None:
+    Tokenizer(WordLevel({"a": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(RequestRefused, match="tokenizer") as refused:
+        load_text_codec(tmp_path, {}).encode_prompt("b")
+    assert refused.value.code == "invalid_request"
