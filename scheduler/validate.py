@@ -31,9 +31,6 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max
     """The most tokens this request may generate. RequestRefused for a token out of range or one that can never fit."""
     if not prompt:
         raise _invalid("the prompt has no tokens")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        i = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
-        raise _invalid(f"token_ids[{i}] = {prompt[i]} is not in the vocabulary of {vocab_size}")
     room = max_model_len - len(prompt)
     wanted = sampling.max_tokens
     if room < (wanted or 1):
@@ -42,6 +39,9 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max
             "context_length_exceeded",
             f"a prompt of {len(prompt)} tokens{more} do not fit into the {max_model_len} tokens of --max-model-len",
         )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        i = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
+        raise _invalid(f"token_ids[{i}] = {prompt[i]} is not in the vocabulary of {vocab_size}")
     return min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted
 
 

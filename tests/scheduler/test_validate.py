@@ -37,6 +37,7 @@ BAD: list[tuple[str, Any]] = [
     ("top_p", 1.01),
     ("top_p", math.nan),
     ("top_k", -1),
+    ("top_k", 2**63),
     ("seed", -1),
     ("seed", 2**63),
     ("max_tokens", 0),
@@ -98,4 +99,11 @@ def test_what_fits_is_granted(prompt: int, wanted: int | None, limit: int, grant
 def test_what_can_never_fit_is_refused_with_both_numbers(prompt: int, wanted: int | None) -> None:
     with pytest.raises(RequestRefused, match=rf"{prompt} tokens.*into the 10 tokens") as refused:
         check_prompt([1] * prompt, 100, Sampling(max_tokens=wanted), 10)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_cannot_fit_is_refused_without_being_read() -> None:
+    """A list of millions of tokens would hold up the event loop: its length says enough."""
+    with pytest.raises(RequestRefused) as refused:
+        check_prompt([-1] * 11, 100, Sampling(), 10)
     assert refused.value.code == "context_length_exceeded"
