@@ -118,8 +118,11 @@ def test_lanes_collapse_when_the_last_has_died_and_one_was_broken() -> None:
 def test_dead_workers_alone_collapse_nothing() -> None:
     async def main() -> None:
         async with lanes() as [(lane, worker)], running([lane]) as collapse:
+            outbox = submit(lane, 1)
+            await outbox.get()
             await worker.die()
-            assert isinstance(await end_of(submit(lane, 1)), Failed)
+            end = await end_of(outbox)
+            assert isinstance(end, Failed) and end.code == "worker_failed"
             await asyncio.sleep(0.05)
             assert not lane.alive and not lane.broken and not collapse.done()
 
