@@ -10,6 +10,9 @@ from copyengine.wire.loop import EventLoop
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 AutoOr = Literal["auto"]
 
+MOST = 2**31 - 1
+"""Counts and sizes above this are slips of the keyboard, and would not fit in a message either."""
+
 
 class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What launch.py and a scheduler started alone have in common."""
@@ -23,24 +26,34 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int,
         Meta(
             ge=0,
+            le=MOST,
             description="prefill chunks up to this many tokens load only the experts they route to; 0: always stream",
             extra_json_schema={"aliases": ["--moe-prefill-demand-tokens"]},
         ),
     ] = 512
-    slots: Annotated[AutoOr | Annotated[int, Meta(ge=1)], Meta(description="experts the device pool holds")] = "auto"
-    max_running_requests: Annotated[int, Meta(ge=1, description="requests that prefill or decode at a time")] = 16
-    max_queued_requests: Annotated[int, Meta(ge=0, description="requests that may wait; one more is refused")] = 256
-    chunked_prefill_size: Annotated[int, Meta(ge=1, description="tokens of the longest prefill chunk")] = 4096
+    slots: Annotated[
+        AutoOr | Annotated[int, Meta(ge=1, le=MOST)], Meta(description="experts the device pool holds")
+    ] = "auto"
+    max_running_requests: Annotated[
+        int, Meta(ge=1, le=MOST, description="requests that prefill or decode at a time")
+    ] = 16
+    max_queued_requests: Annotated[
+        int, Meta(ge=0, le=MOST, description="requests that may wait; one more is refused")
+    ] = 256
+    chunked_prefill_size: Annotated[int, Meta(ge=1, le=MOST, description="tokens of the longest prefill chunk")] = 4096
     max_model_len: Annotated[
-        int, Meta(ge=0, description="prompt and answer tokens of one request; 0: what the model and the KV hold")
+        int,
+        Meta(ge=0, le=MOST, description="prompt and answer tokens of one request; 0: what the model and the KV hold"),
     ] = 0
-    kv_tokens: Annotated[AutoOr | Annotated[int, Meta(ge=1)], Meta(description="tokens the KV pages hold")] = "auto"
+    kv_tokens: Annotated[AutoOr | Annotated[int, Meta(ge=1, le=MOST)], Meta(description="tokens the KV pages hold")] = (
+        "auto"
+    )
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     ready_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds without progress after which a start is given up")
+        float, Meta(gt=0, le=86400, description="seconds without progress after which a start is given up")
     ] = 120.0
 
 

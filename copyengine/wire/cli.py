@@ -46,6 +46,9 @@ def parser_for(config: type[Struct], prog: str) -> argparse.ArgumentParser:
 def parse(config: type[S], argv: Sequence[str] | None, prog: str) -> S:
     """The config that `argv` states. ConfigError names the flag and the value that are wrong."""
     stated = vars(parser_for(config, prog).parse_args(argv))
+    for name, value in stated.items():
+        if isinstance(value, str) and value != value.encode("utf-8", "replace").decode():  # lone surrogates
+            raise ConfigError(f"--{name.replace('_', '-')} {value!a}: is not valid UTF-8 text")
     try:
         return msgspec.convert(stated, config, strict=False)
     except msgspec.ValidationError as error:

@@ -91,3 +91,9 @@ def test_help_shows_every_flag_with_its_description_and_default() -> None:
     for part in ("A config of every kind of field.", "--slots auto|N", "how many (default auto)", "100 % text", "-m N"):
         assert part in text
     assert "Not shown" not in text and "(default )" not in text
+
+
+def test_what_is_no_text_is_refused_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match="--name .*UTF-8"):
+        parse(Config, ["--model", "m", "--name", "a\udcff"], "p")
+    assert parse(Config, ["--model", "m", "--name", "ä\nß"], "p").name == "ä\nß"
