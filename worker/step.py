@@ -6,7 +6,7 @@ import torch
 
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import RequestRefused
-from kernels.sampling import RowSampling, sample
+from kernels.sampling import NotFinite, RowSampling, sample
 from worker.kv import KvCache
 from worker.model.batch import Batch, Span
 from worker.model.stack import Decoder
@@ -52,8 +52,9 @@ class StepRunner:
     def run(self, step: RunStep) -> StepResult:
         """Runs the step. RequestRefused("invalid_request") if it asks for what is not there; nothing has run then.
 
-        Whatever fails while it runs is raised after the slots were told to drop what did not land; the KV of the
-        step's new positions is then undefined.
+        RequestRefused("bad_logits") if there is a token to draw from logits that are not finite. Whatever else fails
+        while it runs is raised after the slots were told to drop what did not land. The KV of the step's new positions
+        is undefined after either.
         """
         return self._run(step, every_row=False).result
 
@@ -61,23 +62,28 @@ class StepRunner:
         """Like `run`, with the hidden states and logits of every position: for tests and for scoring."""
         return self._run(step, every_row=True)
 
+    @torch.inference_mode()
     def _run(self, step: RunStep, every_row: bool) -> FullResult:
         check_step(step, self._spec, self._kv)
         batch = make_batch(step, self._kv.page_tokens, self._device)
+        hidden, stats = self._hidden(step.mode, batch)
+        return self._draw(step, batch, hidden, stats, every_row)
+
+    def _hidden(self, mode: Mode, batch: Batch) -> tuple[torch.Tensor, ExpertStats]:
+        """[T, H] of the batch's rows. The slots' step is around this and nothing else: no expert is needed to draw."""
         if self._experts is None:
-            return self._compute(step, batch, every_row, ExpertStats(steps=1))
+            return self._model.hidden(batch), ExpertStats(steps=1)
         try:
-            self._experts.begin_step(step.mode)
-            full = self._compute(step, batch, every_row, ExpertStats())
-            stats = self._experts.end_step()
+            self._experts.begin_step(mode)
+            hidden = self._model.hidden(batch)
+            return hidden, self._experts.end_step()
         except BaseException:
             self._experts.abort_step()
             raise
-        return full._replace(result=full.result._replace(stats=stats))
 
-    @torch.inference_mode()
-    def _compute(self, step: RunStep, batch: Batch, every_row: bool, stats: ExpertStats) -> FullResult:
-        hidden = self._model.hidden(batch)
+    def _draw(
+        self, step: RunStep, batch: Batch, hidden: torch.Tensor, stats: ExpertStats, every_row: bool
+    ) -> FullResult:
         drawn = [i for i, sequence in enumerate(step.sequences) if sequence.sample is not None]
         last_rows = [batch.spans[i].first + batch.spans[i].rows - 1 for i in drawn]
         tokens = [-1] * len(step.sequences)
@@ -85,10 +91,21 @@ class StepRunner:
         logits = self._model.logits(hidden[rows.to(self._device)])
         if drawn:
             chosen = logits[last_rows] if every_row else logits
-            settings = _row_sampling([step.sequences[i] for i in drawn], self._device)
-            for i, token in zip(drawn, sample(chosen, settings).tolist(), strict=True):
+            for i, token in zip(drawn, _sampled(chosen, [step.sequences[i] for i in drawn]), strict=True):
                 tokens[i] = token
         return FullResult(StepResult(tokens, stats), hidden, logits)
+
+
+def _sampled(logits: torch.Tensor, sequences: list[SequenceStep]) -> list[int]:
+    """The next token of each sequence from its row of `logits` [B, V]. RequestRefused("bad_logits")."""
+    try:
+        return sample(logits, _row_sampling(sequences, logits.device)).tolist()
+    except NotFinite as error:
+        raise RequestRefused(
+            "bad_logits",
+            f"the model's logits of sequence {sequences[error.row].sequence} are not finite: NaN or infinity in the "
+            "weights, or an overflow of the element type; try --dtype float32",
+        ) from None
 
 
 def make_batch(step: RunStep, page_tokens: int, device: torch.device) -> Batch:
@@ -145,8 +162,10 @@ def _sampling_fault(sampling: Sampling | None) -> str | None:
         return None
     if not 0 <= sampling.temperature < float("inf"):
         return f"temperature must be finite and not negative, not {sampling.temperature}"
-    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        return f"top_p must be in (0, 1] and top_k not negative, not {sampling.top_p} and {sampling.top_k}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must be in (0, 1], not {sampling.top_p}"
+    if not 0 <= sampling.top_k < 2**63:
+        return f"top_k must be in 0 .. 2**63 - 1, not {sampling.top_k}"
     return None
 
 

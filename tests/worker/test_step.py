@@ -40,13 +40,13 @@ def small_spec() -> ModelSpec:
     return ModelSpec("Qwen3MoeForCausalLM", 50, 32, 1e-6, 64, True, "float32", (layer, layer))
 
 
-def runner_with(experts: ResidentExperts) -> StepRunner:
+def runner_with(experts: ResidentExperts, weights: dict[str, torch.Tensor] | None = None) -> StepRunner:
     spec = small_spec()
     record = layout("float32", 32, 16)
     pool = torch.randn(16, record.record_nbytes // 4, generator=torch.Generator().manual_seed(5)) * 0.3
     kv = KvCache(spec, 20, PAGE_TOKENS, torch.float32, CPU)
     pool_of = ExpertPool(experts, pool.view(torch.uint8), record)
-    return StepRunner(spec, build_model(spec, random_weights(spec), kv, pool_of), kv, experts)
+    return StepRunner(spec, build_model(spec, weights or random_weights(spec), kv, pool_of), kv, experts)
 
 
 @pytest.fixture
@@ -125,6 +125,23 @@ def test_an_error_in_a_step_aborts_it_and_the_next_one_works() -> None:
     assert torch.equal(failing.run_full(step).logits, sound.run_full(step).logits)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_fail_the_step_and_the_next_one_works(sampling: Sampling, bad: float) -> None:
+    """Against the same step before the weights were damaged; the slots end their step as ever."""
+    experts, weights = ResidentExperts(2, 8), random_weights(small_spec())
+    runner, embed = runner_with(experts, dict(weights)), weights["embed"]
+    step = RunStep("demand", [SequenceStep(7, [1, 2], 0, [3], sampling), SequenceStep(8, [49, 3], 0, [5], sampling)])
+    sound, row = runner.run_full(step).logits, embed[49].clone()
+    embed[49] = bad
+    experts.calls.clear()
+    with pytest.raises(RequestRefused, match="sequence 7 are not finite") as caught:
+        runner.run(step)
+    assert caught.value.code == "bad_logits" and experts.calls == ["begin demand", "end"]
+    embed[49] = row
+    assert torch.equal(runner.run_full(step).logits, sound)
+
+
 GOOD = SequenceStep(0, [1, 2, 3, 4, 5], 0, [0, 1], GREEDY)
 
 
@@ -144,7 +161,8 @@ GOOD = SequenceStep(0, [1, 2, 3, 4, 5], 0, [0, 1], GREEDY)
         ({"sample": Sampling(temperature=-0.5)}, "temperature"),
         ({"sample": Sampling(temperature=float("nan"))}, "temperature"),
         ({"sample": Sampling(top_p=0.0)}, "top_p"),
-        ({"sample": Sampling(top_k=-1)}, "top_p"),
+        ({"sample": Sampling(top_k=-1)}, "top_k"),
+        ({"sample": Sampling(top_k=2**63)}, "top_k"),
     ],
 )
 def test_a_step_that_asks_for_what_is_not_there_is_refused(change: dict[str, object], match: str) -> None:
