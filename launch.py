@@ -4,6 +4,7 @@
 Exit codes: 0 as asked, 1 a process failed, 2 the start was refused.
 """
 
+import math
 import os
 import queue
 import secrets
@@ -24,7 +25,7 @@ from copyengine.checkpoint.model import Model, open_model
 from copyengine.config import CopyEngineConfig
 from copyengine.device.host import reclaim_stale
 from copyengine.wire import cli
-from copyengine.wire.child import Child, Exited, Notices, Said, Told
+from copyengine.wire.child import Child, Exited, Notice, Notices, Said, Told
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, from_code
 from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Progress, Ready, StartFailed
 from copyengine.wire.logs import configure_logging
@@ -37,6 +38,9 @@ from worker.config import WorkerConfig
 
 LISTEN_TIMEOUT_S = 30.0
 """Seconds a process may take to bind its socket: Python's start and the imports of zmq, 0.3 s on an idle machine."""
+
+POLL_S = 0.25
+"""Seconds after which a signal is seen at the latest."""
 
 LAST_WORD_S = 20.0
 """Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
@@ -128,7 +132,7 @@ class Engine:
     def serve(self) -> int:
         """Watch the processes until one ends or a signal comes; the exit code."""
         while True:
-            match self.notices.get():
+            match self._next():
                 case Exited(name=name, code=code):
                     print(f"error: {name} ended with exit code {code}; stopping the rest", file=sys.stderr)
                     return 1
@@ -153,11 +157,7 @@ class Engine:
         print("finishing running requests; a second signal stops at once", file=sys.stderr)
         scheduler.drain()
         end = time.monotonic() + DRAIN_TIMEOUT_S
-        while (left := end - time.monotonic()) > 0:
-            try:
-                notice = self.notices.get(timeout=left)
-            except queue.Empty:
-                break
+        while (notice := self._next(end)) is not None:
             match notice:
                 case Exited(name=scheduler.name, code=0) | Told():
                     return 0
@@ -166,6 +166,19 @@ class Engine:
                     return 1
         print(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s", file=sys.stderr)
         return 1
+
+    def _next(self, end: float = math.inf) -> Notice | None:
+        """The next notice; None if there is none until `end` on the monotonic clock.
+
+        Waits in short pieces: a signal that the system hands to another thread does not interrupt a wait of this one,
+        and on Windows none does, but its handler runs between two waits.
+        """
+        while True:
+            try:
+                return self.notices.get(timeout=max(0.0, min(POLL_S, end - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= end:
+                    return None
 
     def _spawn(self, name: str, module: str, config: msgspec.Struct) -> str:
         self._children.append(Child(name, module, cli.to_argv(config), self.notices))
@@ -179,12 +192,10 @@ class Engine:
         """
         end = time.monotonic() + timeout_s
         while True:
-            try:
-                notice = self.notices.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                more = f"; raise {knob} if the machine is only slow" if knob else ""
-                raise PeerTimeout(f"nothing was heard of {name} for {timeout_s:g} s{more}") from None
-            match notice:
+            match self._next(end):
+                case None:
+                    more = f"; raise {knob} if the machine is only slow" if knob else ""
+                    raise PeerTimeout(f"nothing was heard of {name} for {timeout_s:g} s{more}")
                 case Said(event=StartFailed(code=code, detail=detail)):
                     raise from_code(code, detail)
                 case Said(event=Progress() as seen):
