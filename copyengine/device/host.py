@@ -117,7 +117,7 @@ def _remove(entries: list[tuple[Path, str]]) -> list[str]:
     for path, name in entries:
         try:
             shared = _Shared(name)
-        except (FileNotFoundError, ValueError):  # gone already, or its owner died before it had a size
+        except (OSError, ValueError):  # gone, or its owner died before it had a size; or the name is another user's now
             pass
         else:
             shared.close()

@@ -7,6 +7,7 @@ moment at which a segment has none, and a file is never half written.
 
 import getpass
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,42 +15,59 @@ import psutil
 
 from copyengine.wire.errors import ConfigError
 
+_ENTRY = re.compile(r"([A-Za-z0-9_-]{1,64})@([0-9]{1,10})@([0-9]{1,20})")
+"""A file's name. What is no plain segment name must never reach the system as one."""
+
 CLOCK_SLACK_MS = 2000
 """A process's creation time is computed from the boot time, which moves a little when the clock is set."""
 
 
 def directory() -> Path:
-    """The ledger of this user, made if absent. ConfigError if it belongs to somebody else."""
+    """The ledger of this user, made if absent. ConfigError if it cannot be made or belongs to somebody else."""
     user = str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
-    path = Path(tempfile.gettempdir()) / f"slotstream-{user}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+    try:
+        path = Path(tempfile.gettempdir()) / f"slotstream-{user}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        owner = path.stat().st_uid
+    except OSError as error:  # a file is in its place, say
+        raise ConfigError(
+            f"no directory slotstream-{user} to list shared memory in: {error}; "
+            "remove what is in its place, or set another temporary directory"
+        ) from None
+    if hasattr(os, "getuid") and owner != os.getuid():
         raise ConfigError(f"{path} belongs to another user; remove it or set another temporary directory")
     return path
 
 
 def enter(name: str) -> Path:
-    """Note that this process owns segment `name`, before it is made; the file to remove after it is gone."""
+    """Note that this process owns segment `name`, before it is made; the file to remove after it is gone.
+
+    ConfigError if the file cannot be made.
+    """
     path = directory() / f"{name}@{os.getpid()}@{_start_ms(psutil.Process())}"
-    path.touch()
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: {name} cannot be listed here: {error.strerror or error}") from None
     return path
 
 
 def own() -> list[tuple[Path, str]]:
     """Files and names of this process's segments."""
-    mine = f"@{os.getpid()}@{_start_ms(psutil.Process())}"
-    return [(path, path.name.partition("@")[0]) for path in sorted(directory().iterdir()) if path.name.endswith(mine)]
+    mine = os.getpid(), _start_ms(psutil.Process())
+    return [(path, name) for path, name, *owner in _entries() if tuple(owner) == mine]
 
 
 def stale() -> list[tuple[Path, str]]:
-    """Files and segment names whose owner is dead. Files of other forms are left alone."""
-    found = []
-    for path in sorted(directory().iterdir()):
-        name, _, owner = path.name.partition("@")
-        pid, _, start = owner.partition("@")
-        if name and pid.isdecimal() and start.isdecimal() and not _lives(int(pid), int(start)):
-            found.append((path, name))
-    return found
+    """Files and segment names whose owner is dead. What is no entry is left alone."""
+    return [(path, name) for path, name, pid, start_ms in _entries() if not _lives(pid, start_ms)]
+
+
+def _entries() -> list[tuple[Path, str, int, int]]:
+    """Each entry's file, segment, and its owner's process id and creation time."""
+    paths = sorted(directory().iterdir())
+    found = [(path, entry) for path in paths if (entry := _ENTRY.fullmatch(path.name)) and path.is_file()]
+    return [(path, entry[1], int(entry[2]), int(entry[3])) for path, entry in found]
 
 
 def _lives(pid: int, start_ms: int) -> bool:

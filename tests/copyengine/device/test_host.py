@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -206,6 +207,38 @@ def test_an_entry_of_another_process_with_the_same_pid_is_stale(ledger: Path) ->
     (ledger / f"never@{pid}@1").touch()
     assert reclaim_stale() == [name] and gone(segment.handle)
     segment.close()  # no error although the name is gone
+
+
+def test_what_is_no_entry_is_left_alone(ledger: Path) -> None:
+    """Names that are no plain segment's, numbers that are none, a directory; a segment that may not be opened."""
+    names = ["..@1@1", "a b@1@1", "@1@1", "x", "x@1", "x@y@1", "x@1@y", "x@1@1@1", "x@\u0661@1", "x" * 99 + "@1@1"]
+    for name in names:
+        (ledger / name).touch()
+    (ledger / "directory@1@1").mkdir()
+    assert reclaim_stale() == []
+    assert sorted(path.name for path in ledger.iterdir()) == sorted([*names, "directory@1@1"])
+    for name in names:
+        (ledger / name).unlink()
+    (ledger / "directory@1@1").rmdir()
+
+
+def test_a_segment_that_the_system_refuses_to_open_is_not_ours(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ledger / f"theirs@{psutil.Process().pid}@1").touch()
+    monkeypatch.setattr("copyengine.device.host._Shared", Mock(side_effect=PermissionError(13, "denied")))
+    assert reclaim_stale() == [] and list(ledger.iterdir()) == []
+
+
+def test_a_ledger_that_cannot_be_written_is_a_config_error(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(ConfigError, match=f"{ledger}.*No space"):
+            create_segment("run", "pool", 1)
+    ledger.rmdir()
+    ledger.touch()
+    with pytest.raises(ConfigError, match=f"{ledger}.*another temporary"):
+        reclaim_stale()
+    ledger.unlink()
+    ledger.mkdir()
 
 
 def test_flags_round_trip() -> None:
