@@ -5,6 +5,9 @@ from copyengine.model_spec import RopeSpec
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
+MIN_BETA = 1e-6
+"""Turns in the trained length; the formulas divide by them, and the usual ones are 1 and 32."""
+
 
 def rope(config: Keys, head_dim: int) -> RopeSpec:
     """From `rope_parameters`, or `rope_theta` and `rope_scaling`; defaults as in transformers' modeling_rope_utils."""
@@ -25,7 +28,10 @@ def _theta(config: Keys, rope: Keys) -> float:
     inner = number(rope, "rope_theta", low=1.0, default=0.0)
     if outer and inner and outer != inner:
         raise wrong("rope_theta", outer, f"contradicts rope_parameters.rope_theta ({inner}): state one of them")
-    return outer or inner or 10000.0
+    theta = outer or inner or 10000.0
+    if theta == 1.0:
+        raise wrong("rope_theta", theta, "must be above 1: all pairs would turn alike")
+    return theta
 
 
 def _scaled_rope(kind: str, theta: float, rope: Keys, config: Keys, head_dim: int) -> RopeSpec:
@@ -52,7 +58,8 @@ def _scaled_rope(kind: str, theta: float, rope: Keys, config: Keys, head_dim: in
 
 
 def _yarn(theta: float, rope: Keys, max_position: int, original: int) -> RopeSpec:
-    fast, slow = number(rope, "beta_fast", default=32.0) or 32.0, number(rope, "beta_slow", default=1.0) or 1.0
+    fast = number(rope, "beta_fast", low=MIN_BETA, default=32.0)
+    slow = number(rope, "beta_slow", low=MIN_BETA, default=1.0)
     if fast < slow:
         raise wrong("beta_fast", fast, f"must be at least beta_slow ({slow})")
     return RopeSpec(

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from copyengine.families.rope import ROPE_KINDS, rope
 from copyengine.model_spec import RopeSpec
+from copyengine.wire.errors import ConfigError
 from tests.worker.transformers_oracle import ROPES
 from worker.model.rotary import Rotary, attention_factor, inverse_frequencies
 
@@ -58,3 +62,31 @@ def test_an_unknown_kind_is_refused() -> None:
     """Against the docstring."""
     with pytest.raises(ValueError, match="longrope"):
         inverse_frequencies(RopeSpec(10000.0, "longrope"), 16)
+
+
+EDGES = st.sampled_from(
+    [0, 5e-324, 1e-45, 1e-30, 1e-6, 1e-5, 0.5, 1, 1 + 2**-52, 1.5, 4, 32, 128, 1e6, 1e30, 2**31 - 1]
+)
+PARAMETERS = ["rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"]
+PARAMETERS += ["mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"]
+
+
+@settings(max_examples=400)
+@given(
+    kind=st.sampled_from(ROPE_KINDS),
+    parameters=st.dictionaries(st.sampled_from(PARAMETERS), EDGES | st.floats(1e-6, 1e6), max_size=5),
+    head_dim=st.sampled_from([2, 4, 128]),
+    max_position=st.sampled_from([1, 2, 4096, 2**31 - 1]),
+)
+def test_what_a_config_may_state_turns_by_finite_angles(
+    kind: str, parameters: dict[str, float], head_dim: int, max_position: int
+) -> None:
+    """Against the refusals of the config's reader: what it lets pass must not end in a division by zero, or NaN."""
+    needed = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {"max_position_embeddings": max_position, "rope_scaling": {"rope_type": kind, **needed, **parameters}}
+    try:
+        spec = rope(config, head_dim)
+    except ConfigError:
+        return
+    cos, sin = Rotary(spec, head_dim, torch.device("cpu")).cos_sin(torch.tensor([0, 1, max_position - 1]))
+    assert bool(cos.isfinite().all()) and bool(sin.isfinite().all())
