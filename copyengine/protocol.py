@@ -1,8 +1,8 @@
 """Messages to and from the copy engine. Imports the standard library and msgspec only."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 """Element type of the weights in memory and of the activations."""
@@ -15,8 +15,8 @@ class MemoryHandle(Struct, frozen=True, tag=True):
     """Memory another process may map. `shm`: `name` of a shared memory segment."""
 
     kind: Literal["shm"]
-    name: str
-    nbytes: int
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    nbytes: Annotated[int, Meta(ge=1)]
 
 
 # Requests -----------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class Attach(Struct, frozen=True, tag=True):
     pool: MemoryHandle  # [pool_slots, record_nbytes] uint8
     flags: MemoryHandle  # [flag_count] uint32
     ring: MemoryHandle
-    pool_slots: int
+    pool_slots: Annotated[int, Meta(ge=1)]
 
 
 class Wake(Struct, frozen=True, tag=True):

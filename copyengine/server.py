@@ -100,6 +100,8 @@ class CopyEngineServer:
                 opened.append(self._device.open(handle))
             if attach.pool.nbytes < attach.pool_slots * banks.record_nbytes:
                 raise WireError(f"{attach.pool_slots} slots of {banks.record_nbytes} bytes in {attach.pool.nbytes}")
+            if attach.flags.nbytes % 4:
+                raise WireError(f"flags are 32-bit words, which {attach.flags.nbytes} bytes are not")
             pool, flags, ring = opened
             limits = Limits(banks.layers, banks.experts, attach.pool_slots, attach.flags.nbytes // 4)
             reader = RingReader(ring.array, limits)

@@ -365,6 +365,10 @@ def test_attach_refuses_memory_that_is_not_what_it_says(model: str) -> None:
                 (replace(good, pool=replace(good.pool, nbytes=1 << 40)), WireError),
                 (replace(good, ring=good.pool), WireError),
                 (replace(good, pool=gone), PeerDied),
+                (replace(good, flags=replace(good.flags, nbytes=good.flags.nbytes - 1)), WireError),
+                (replace(good, pool_slots=-5), WireError),
+                (replace(good, ring=replace(good.ring, name="../../etc/passwd")), WireError),
+                (replace(good, ring=replace(good.ring, name="")), WireError),
             ]
             for request, error in wrong:
                 with pytest.raises(error):
