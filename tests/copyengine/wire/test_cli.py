@@ -94,6 +94,6 @@ def test_help_shows_every_flag_with_its_description_and_default() -> None:
 
 
 def test_what_is_no_text_is_refused_by_its_flag() -> None:
-    with pytest.raises(ConfigError, match="--name .*UTF-8"):
+    with pytest.raises(ConfigError, match=r"--name .*UTF-8"):
         parse(Config, ["--model", "m", "--name", "a\udcff"], "p")
     assert parse(Config, ["--model", "m", "--name", "ä\nß"], "p").name == "ä\nß"
