@@ -113,7 +113,7 @@ def is_intact(directory: Path) -> bool:
             (directory / n).stat().st_size == d.nbytes for n, d in manifest.files.items()
         )
         return sizes_match and all(_sha256(directory / n) == d.sha256 for n, d in manifest.files.items())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # malformed JSON, or a name that no file can have
         return False
 
 

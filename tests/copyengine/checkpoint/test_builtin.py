@@ -79,6 +79,15 @@ def test_a_missing_file_is_noticed_and_made_again(cache: Path, name: str) -> Non
     assert is_intact(ensure_builtin(cache))
 
 
+@pytest.mark.parametrize(
+    "manifest", ["{", "[]", "\0", '{"files": {"config.json": {"nbytes": 0, "sha256": ""}, "a\\u0000": {}}}']
+)
+def test_a_damaged_manifest_is_noticed(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest.replace("{}", '{"nbytes": 0, "sha256": ""}'))
+    (tmp_path / "config.json").touch()
+    assert not is_intact(tmp_path)
+
+
 def test_a_dead_build_is_cleared_away(cache: Path) -> None:
     (cache / f".{NAME}.build-dead").mkdir()
     (cache / NAME / "config.json").unlink()
