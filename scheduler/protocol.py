@@ -173,7 +173,8 @@ class Failed(Struct, frozen=True, tag=True):
     """The request ended with an error.
 
     Codes: wire (malformed or unknown fields), invalid_request, duplicate_request, no_tokenizer (only token_ids can be
-    served), no_chat_template, context_length_exceeded, queue_full, not_ready, draining, worker_failed, internal.
+    served), no_chat_template, context_length_exceeded, queue_full, not_ready, draining, bad_logits
+    (the model computes NaN or infinity), worker_failed, internal.
     """
 
     code: str

@@ -111,7 +111,7 @@ class SchedulerServer:
         check_generate(generate, service.text.has_text)
         prompt = generate.token_ids
         if prompt is None:
-            prompt = await asyncio.to_thread(service.text.encode, generate)
+            prompt = await asyncio.to_thread(service.text.encode, generate, service.max_model_len)
         sampling = generate.sampling
         max_tokens = check_prompt(prompt, service.vocab_size, sampling, service.max_model_len)
         ending_tokens = frozenset(sampling.stop_token_ids)

@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from worker.protocol import Load, Loaded, LoadProgress
 
 LOAD_MARGIN_S = 10.0
 """Seconds that a worker's silence may last longer than what it waits for itself, so that it names the cause."""
+
+LEAST_MODEL_LEN = 2
+"""A prompt token and an answer token."""
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +47,13 @@ def listen_endpoint(config: SchedulerConfig) -> str:
 
 def model_name(config: SchedulerConfig) -> str:
     """The name clients see."""
-    return config.served_model_name or Path(config.model).resolve().name
+    return config.served_model_name or Path(os.path.abspath(config.model)).name
 
 
 def load_request(config: SchedulerConfig) -> Load:
     """What every worker is asked to load."""
     return Load(
-        model=str(Path(config.model).resolve()),
+        model=os.path.abspath(config.model),
         dtype=config.dtype,
         hf_overrides=config.hf_overrides,
         slots=0 if config.slots == "auto" else config.slots,
@@ -97,6 +101,11 @@ def max_model_len(config: SchedulerConfig, loaded: list[Loaded]) -> int:
     positions = min(facts.max_position for facts in loaded)
     kv_tokens = min(facts.kv_tokens for facts in loaded)
     asked = config.max_model_len
+    if min(asked or positions, positions, kv_tokens) < LEAST_MODEL_LEN:
+        raise ConfigError(
+            f"--max-model-len {asked or min(positions, kv_tokens)}: a prompt token and an answer token need "
+            f"{LEAST_MODEL_LEN}; raise --max-model-len and --kv-tokens"
+        )
     if asked > positions:
         raise ConfigError(f"--max-model-len {asked}: the model has {positions} positions")
     if asked > kv_tokens:

@@ -126,6 +126,7 @@ def test_a_taken_port_is_refused_by_its_number() -> None:
         (("--host", "0.0.0.0"), ("--host", "loopback")),
         (("--slots", "4"), ("--slots 4", "64")),
         (("--max-model-len", "100000000"), ("--max-model-len",)),
+        (("--max-model-len", "1"), ("--max-model-len 1",)),
         (("--hf-overrides", '{"num_experts_per_tok": 99}'), ("num_experts_per_tok", "99")),
     ],
 )

@@ -156,6 +156,7 @@ def test_a_dropped_answer_is_aborted(engine: Engine) -> None:
         ({"prompt": "a", "token_ids": [1]}, "invalid_request"),
         ({"prompt": "a", "sampling": Sampling(temperature=float("nan"))}, "invalid_request"),
         ({"token_ids": [1] * 100_000}, "context_length_exceeded"),
+        ({"prompt": "words " * 1_000_000}, "context_length_exceeded"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_works(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from copyengine.wire.errors import PeerTimeout
+from copyengine.wire.errors import CopyFailed, PeerTimeout, RequestRefused
 from scheduler.core import Core, CoreLimits
 from scheduler.detokenize import NoText
 from scheduler.lane import Lane, Outbox, running
@@ -91,6 +91,19 @@ def test_a_worker_that_waited_in_vain_for_its_copy_engine_is_dead() -> None:
                 end = await end_of(submit(lane, 1))
                 assert end == Failed("worker_failed", "the worker cannot go on: the copy engine is silent")
                 assert not lane.alive
+
+    on_loop("selector", main)
+
+
+def test_a_failed_step_ends_its_requests_with_the_code_that_says_most() -> None:
+    """What the client can act on keeps its code; the lane goes on."""
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]):
+            worker.failures += [RequestRefused("bad_logits", "NaN"), CopyFailed("lost")]
+            for code, detail in (("bad_logits", "NaN"), ("worker_failed", "lost")):
+                assert await end_of(submit(lane, 1)) == Failed(code, detail)
+            assert isinstance(await end_of(submit(lane, 2, max_tokens=3)), Finished)
 
     on_loop("selector", main)
 

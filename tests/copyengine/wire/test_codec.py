@@ -9,10 +9,12 @@ from copyengine.protocol import Attach, CopyCounters, Load, MemoryHandle, Reply,
 from copyengine.wire.codec import Codec
 from copyengine.wire.errors import WireError
 
-handle = st.builds(MemoryHandle, st.just("shm"), st.text(), st.integers(0, 2**63 - 1))
+names = st.from_regex(r"\A[A-Za-z0-9._-]{1,64}\Z")
+counts = st.integers(1, 2**63 - 1)
+handle = st.builds(MemoryHandle, st.just("shm"), names, counts)
 messages = st.one_of(
     st.builds(Load, st.text(), st.sampled_from(["bfloat16", "float16", "float32"]), st.text()),
-    st.builds(Attach, st.text(), handle, handle, handle, st.integers(0, 2**63 - 1)),
+    st.builds(Attach, st.text(), handle, handle, handle, counts),
     st.builds(Wake, st.text()),
 )
 
