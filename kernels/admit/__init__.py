@@ -7,14 +7,31 @@ lowest slot; a slot whose expert the layer's step still needs is never a victim.
 If D fits (len(D) <= S), all queries may be admitted before the first one's copies have landed. If it does not, the
 resident experts come first and each query is admitted when the GEMM over the one before it is done: slots of finished
 queries may be reused, and each expert is still fetched at most once. Same input, same output.
+
+`cut` and `admit` are the host's, who rings by itself. `admit_layer` does the whole layer on the device in one launch,
+ring records and flags included, and waits for nobody: the same tables after it as after `cut` and `admit`.
 """
 
 from torch import Tensor
 
 from kernels.admit import ref
+from kernels.admit.device import DeviceAdmission, check_layer, launches, most_queries, new_device_admission
 from kernels.admit.state import ABSENT, AdmissionState, Cut, new_state
 
-__all__ = ["ABSENT", "AdmissionState", "Cut", "admit", "cut", "invalidate", "new_state"]
+__all__ = [
+    "ABSENT",
+    "AdmissionState",
+    "Cut",
+    "DeviceAdmission",
+    "admit",
+    "admit_layer",
+    "cut",
+    "invalidate",
+    "launches",
+    "most_queries",
+    "new_device_admission",
+    "new_state",
+]
 
 
 def cut(state: AdmissionState, layer: int, experts: Tensor, max_query: int) -> Cut:
@@ -40,3 +57,18 @@ def admit(state: AdmissionState, layer: int, query: Tensor, needed: Tensor) -> t
 def invalidate(state: AdmissionState, layer: int, experts: Tensor) -> None:
     """Forget these experts ([n] int64), whose records did not land: their slots are free. Absent ones are skipped."""
     ref.invalidate(state, layer, experts)
+
+
+def admit_layer(state: AdmissionState, device: DeviceAdmission, layer: int, offsets: Tensor, index: int = 0) -> None:
+    """Admit the experts of a step's layer, those with offsets[e + 1] > offsets[e], on the device of the tables.
+
+    `offsets` [E + 1] int32 is the layer's alignment. With `index` 0 the layer is cut and, if it fits, admitted whole;
+    of an over-full one only query 0. The launches of `index` 1, 2, ... up to `launches` follow in the same stream, each
+    after the GEMM over the query before, with the same offsets; where there is no such query they do nothing.
+    Query i has flag i: landed at once if it has no misses, else cleared and rung. Flags of queries that the layer does
+    not have are set too, so that a captured graph may wait for all. ValueError for what `check_layer` refuses.
+    """
+    check_layer(state, layer, offsets, index)
+    from kernels.admit import tri
+
+    tri.admit_layer(state, device, layer, offsets, index)
