@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Admission of a whole layer on the device: one program (CTA), one launch, no word to the host but the ring.
 
 One program is enough: the work is a few passes over S stamps, which fit in its registers (25,000 of them are 64 words a
