@@ -14,7 +14,9 @@ from msgspec import Struct
 ALIGNMENT = 128
 """Bytes; the alignment of every field and of the record, so that a slot can be read in whole cache lines."""
 
-ITEMSIZE: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
+ITEMSIZE: Mapping[str, int] = MappingProxyType(
+    {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1, "float8_e4m3": 1}
+)
 """Bytes per element of each element type a field may have."""
 
 
@@ -65,11 +67,33 @@ def _unquantised(dtype: str) -> Callable[[int, int], tuple[FieldSpec, ...]]:
     return fields
 
 
+NVFP4_BLOCK = 16
+"""Neighbouring k that share one scale."""
+
+
+def _nvfp4(hidden: int, intermediate: int) -> tuple[FieldSpec, ...]:
+    """w[n, k] = E2M1 code * scale[n, k // 16] * global of its projection.
+
+    Codes are packed two to a byte along k, the even k in the low nibble. `gate_up_global` holds gate's, then up's.
+    """
+    if hidden % NVFP4_BLOCK or intermediate % NVFP4_BLOCK:
+        raise ValueError(f"nvfp4 needs multiples of {NVFP4_BLOCK}: hidden {hidden}, intermediate {intermediate}")
+    return (
+        FieldSpec("gate_up", "uint8", (2 * intermediate, hidden // 2)),
+        FieldSpec("gate_up_scale", "float8_e4m3", (2 * intermediate, hidden // NVFP4_BLOCK)),
+        FieldSpec("gate_up_global", "float32", (2,)),
+        FieldSpec("down", "uint8", (hidden, intermediate // 2)),
+        FieldSpec("down_scale", "float8_e4m3", (hidden, intermediate // NVFP4_BLOCK)),
+        FieldSpec("down_global", "float32", (1,)),
+    )
+
+
 FORMATS: Mapping[str, Callable[[int, int], tuple[FieldSpec, ...]]] = MappingProxyType(
     {
         "bfloat16": _unquantised("bfloat16"),
         "float16": _unquantised("float16"),
         "float32": _unquantised("float32"),
+        "nvfp4": _nvfp4,
     }
 )
 """A row may have fields of several element types and of any rank, () for a scalar."""
@@ -81,7 +105,7 @@ def align(nbytes: int) -> int:
 
 
 def layout(format_name: str, hidden: int, intermediate: int) -> RecordLayout:
-    """The record layout of one expert. ValueError for an unknown format or a size below 1."""
+    """The record layout of one expert. ValueError for an unknown format or a size it cannot have."""
     if format_name not in FORMATS:
         raise ValueError(f"unknown expert format {format_name!r}; known: {', '.join(FORMATS)}")
     if hidden < 1 or intermediate < 1:

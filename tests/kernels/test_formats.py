@@ -31,8 +31,24 @@ def test_align(nbytes: int, aligned: int) -> None:
     assert align(nbytes) == aligned
 
 
+def test_an_nvfp4_record_by_hand() -> None:
+    """Qwen3.8-Flash-Next: 2,764,800 bytes of codes and scales, and 128 for the globals of either matrix."""
+    record = layout("nvfp4", 2560, 640)
+    assert [(f.name, f.dtype, f.shape, f.offset) for f in record.fields] == [
+        ("gate_up", "uint8", (1280, 1280), 0),
+        ("gate_up_scale", "float8_e4m3", (1280, 160), 1_638_400),
+        ("gate_up_global", "float32", (2,), 1_843_200),
+        ("down", "uint8", (2560, 320), 1_843_328),
+        ("down_scale", "float8_e4m3", (2560, 40), 2_662_528),
+        ("down_global", "float32", (1,), 2_764_928),
+    ]
+    assert record.record_nbytes == 2_764_800 + 2 * 128
+
+
 @given(name=st.sampled_from(sorted(FORMATS)), hidden=st.integers(1, 5000), intermediate=st.integers(1, 5000))
 def test_fields_are_aligned_in_order_and_inside_the_record(name: str, hidden: int, intermediate: int) -> None:
+    if name == "nvfp4":
+        hidden, intermediate = 16 * hidden, 16 * intermediate
     record = layout(name, hidden, intermediate)
     end = 0
     for field in record.fields:
@@ -66,5 +82,8 @@ def test_refusals() -> None:
     for hidden, intermediate in ((0, 8), (8, 0), (-1, 8)):
         with pytest.raises(ValueError, match="at least 1"):
             layout("bfloat16", hidden, intermediate)
+    for hidden, intermediate in ((24, 16), (16, 24)):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            layout("nvfp4", hidden, intermediate)
     with pytest.raises(KeyError, match="scales"):
         layout("bfloat16", 8, 8).field("scales")
