@@ -5,10 +5,16 @@ from collections.abc import Sequence
 import torch
 
 from kernels.formats import RecordLayout
-from kernels.grouped_gemm import ref
-from kernels.moe_align import Alignment
+from kernels.grouped_gemm import cost, ref
+from kernels.moe_align import Alignment, Blocks, max_blocks
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {
+    "bfloat16": (torch.bfloat16,),
+    "float16": (torch.float16,),
+    "float32": (torch.float32,),
+    "nvfp4": (torch.bfloat16, torch.float32),
+}
+"""Of x, by format."""
 
 
 def grouped_gemm(
@@ -23,27 +29,67 @@ def grouped_gemm(
 ) -> None:
     """Writes `weights[t, k] * down(silu(gate(x[t])) * up(x[t]))` into `out_rows[t * K + k]` for this group's experts.
 
-    `x` is [T, H] in the layout's element type, `weights` [T, K] float32, `pool` [pool_slots, record_nbytes] uint8,
-    `out_rows` [T * K, H] like x; expert `experts[i]` is read from slot `slots[i]`. Rows routed to experts outside the
-    group are left alone. The values of a row depend on x, the routing and the weights only: not on the slot, the size
-    of the pool or the cut into groups. ValueError for shapes or types that do not fit together.
+    `x` is [T, H] in the layout's element type (nvfp4: bfloat16, or float32), `weights` [T, K] float32, `pool`
+    [pool_slots, record_nbytes] uint8, `out_rows` [T * K, H] like x; expert `experts[i]` is read from slot `slots[i]`.
+    Rows routed to experts outside the group are left alone. The values of a row depend on x, the routing and the
+    weights only: not on the slot, the size of the pool or the cut into groups. ValueError for shapes or types that do
+    not fit together.
     """
-    tokens, k = weights.shape
-    dtype = _DTYPES.get(layout.format)
-    if dtype is None:
-        raise ValueError(f"no grouped GEMM for expert format {layout.format!r}")
-    _expect("x", x, (tokens, layout.hidden), dtype)
-    _expect("weights", weights, (tokens, k), torch.float32)
-    _expect("out_rows", out_rows, (tokens * k, layout.hidden), dtype)
-    _expect("pool", pool, (pool.shape[0], layout.record_nbytes), torch.uint8)
-    _expect("routes", alignment.routes, (tokens * k,), torch.int32)
+    _expect_rows(x, weights, alignment.routes, pool, layout, out_rows)
     if len(experts) != len(slots):
         raise ValueError(f"{len(experts)} experts but {len(slots)} slots")
     if any(not 0 <= slot < pool.shape[0] for slot in slots):
         raise ValueError(f"slots must be in 0..{pool.shape[0] - 1}, not {list(slots)}")
     if any(not 0 <= expert < alignment.offsets.shape[0] - 1 for expert in experts):
         raise ValueError(f"experts must be in 0..{alignment.offsets.shape[0] - 2}, not {list(experts)}")
-    ref.grouped_gemm(x, weights, alignment, ref.slot_views(pool, layout, dtype), experts, slots, out_rows)
+    ref.grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows)
+
+
+def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> int:
+    """Rows of the blocks that `grouped_gemm_slots` wants for T tokens of K routes to E experts."""
+    return cost.tiles(tokens, k, num_experts, layout.format).gate_up.block_m
+
+
+def grouped_gemm_slots(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    blocks: Blocks,
+    pool: torch.Tensor,
+    layout: RecordLayout,
+    slot_of: torch.Tensor,
+    span: torch.Tensor,
+    max_routed: int,
+    out_rows: torch.Tensor,
+) -> None:
+    """`grouped_gemm` over the experts `span[0] .. span[1] - 1`, with everything that decides on the device.
+
+    `blocks` are cut to `block_rows(...)`; `slot_of` [E] int32 is each expert's slot, read for experts of the span that
+    have routes; `span` [2] int32; `max_routed` is a bound on the number of those experts, which only sizes the launch.
+    On a CUDA device nothing waits for it, x for nvfp4 is bfloat16, and values in tensors are not checked. The values
+    of a row depend on x and the routing of the whole step, never on slots or on how the experts are cut into spans.
+    ValueError for shapes or types that do not fit together.
+    """
+    _expect_rows(x, weights, blocks.routes, pool, layout, out_rows)
+    num_experts = blocks.starts.shape[0] - 1
+    _expect("slot_of", slot_of, (num_experts,), torch.int32)
+    _expect("span", span, (2,), torch.int32)
+    tokens, k = weights.shape
+    tiles = cost.tiles(tokens, k, num_experts, layout.format)
+    if blocks.block_rows != tiles.gate_up.block_m:
+        raise ValueError(f"blocks must have {tiles.gate_up.block_m} rows, not {blocks.block_rows}")
+    if not 0 <= max_routed <= num_experts:
+        raise ValueError(f"max_routed must be in 0..{num_experts}, not {max_routed}")
+    if not x.is_cuda:
+        ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows)
+        return
+    if layout.format == "nvfp4" and x.dtype != torch.bfloat16:
+        raise ValueError(f"x must be torch.bfloat16 for nvfp4 on a CUDA device, not {x.dtype}")
+    if not (pool.is_contiguous() and out_rows.is_contiguous()):
+        raise ValueError("pool and out_rows must be contiguous")
+    from kernels.grouped_gemm import tri
+
+    grid_blocks = max_blocks(tokens * k, max_routed, blocks.block_rows)
+    tri.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, out_rows)
 
 
 def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -53,7 +99,31 @@ def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:
     """
     if rows.ndim != 2 or (rows.shape[0] % tokens if tokens else rows.shape[0]):
         raise ValueError(f"rows must be [T * K, H] for T = {tokens}, not {tuple(rows.shape)}")
-    return ref.combine(rows, tokens)
+    if not rows.is_cuda:
+        return ref.combine(rows, tokens)
+    from kernels.grouped_gemm import tri
+
+    return tri.combine(rows.contiguous(), tokens)
+
+
+def _expect_rows(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    routes: torch.Tensor,
+    pool: torch.Tensor,
+    layout: RecordLayout,
+    out_rows: torch.Tensor,
+) -> None:
+    tokens, k = weights.shape
+    dtypes = _DTYPES.get(layout.format)
+    if dtypes is None:
+        raise ValueError(f"no grouped GEMM for expert format {layout.format!r}")
+    dtype = x.dtype if x.dtype in dtypes else dtypes[0]
+    _expect("x", x, (tokens, layout.hidden), dtype)
+    _expect("weights", weights, (tokens, k), torch.float32)
+    _expect("out_rows", out_rows, (tokens * k, layout.hidden), dtype)
+    _expect("pool", pool, (pool.shape[0], layout.record_nbytes), torch.uint8)
+    _expect("routes", routes, (tokens * k,), torch.int32)
 
 
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Plain torch: one matmul per expert and projection.
+"""Plain torch: one matmul per expert and projection; quantised weights are first brought to the type of x.
 
 Bit-identity on the CPU: MKL's float32 results change with the number of rows and with the alignment of the operands
 (measured on an AMD EPYC with AVX-512, torch 2.13, 2026-11: float32 products of 1-7 rows differ between operands that
@@ -8,37 +8,46 @@ gathered into an allocation of their own, and its weights start where its field 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kernels.formats import RecordLayout
-from kernels.moe_align import Alignment
+from kernels.moe_align import Alignment, Blocks
+from kernels.quant import Nvfp4, dequant
+
+_ELEMENT = {"uint8": torch.uint8, "float8_e4m3": torch.float8_e4m3fn}
 
 
-class SlotViews(NamedTuple):
-    """The pool's tensors as strided views."""
+def matrices(record: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [2I, H] and down [H, I] of a `record` [record_nbytes] uint8; unquantised ones are views of it."""
+    if layout.format != "nvfp4":
+        return _field(record, layout, "gate_up", dtype), _field(record, layout, "down", dtype)
+    gate, up = _nvfp4(record, layout, "gate_up")
+    (down,) = _nvfp4(record, layout, "down")
+    return torch.cat([gate, up]).to(dtype), down.to(dtype)
 
-    gate_up: torch.Tensor  # [pool_slots, 2I, H]
-    down: torch.Tensor  # [pool_slots, H, I]
+
+def _field(record: torch.Tensor, layout: RecordLayout, name: str, dtype: torch.dtype) -> torch.Tensor:
+    field = layout.field(name)
+    return record[field.offset : field.offset + field.nbytes].view(dtype).view(field.shape)
 
 
-def slot_views(pool: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> SlotViews:
-    """Views of `pool` [pool_slots, record_nbytes] uint8 as the tensors of `layout`; nothing is copied."""
-
-    def view(name: str) -> torch.Tensor:
-        field = layout.field(name)
-        return pool[:, field.offset : field.offset + field.nbytes].view(dtype).view(-1, *field.shape)
-
-    return SlotViews(view("gate_up"), view("down"))
+def _nvfp4(record: torch.Tensor, layout: RecordLayout, name: str) -> list[torch.Tensor]:
+    """The projections of a matrix, float64, each under its own global."""
+    codes = _field(record, layout, name, torch.uint8)
+    scales = _field(record, layout, f"{name}_scale", torch.float8_e4m3fn)
+    factors = _field(record, layout, f"{name}_global", torch.float32)
+    parts = zip(codes.chunk(len(factors)), scales.chunk(len(factors)), factors, strict=True)
+    return [dequant(Nvfp4(*part)) for part in parts]
 
 
 def grouped_gemm(
     x: torch.Tensor,
     weights: torch.Tensor,
     alignment: Alignment,
-    views: SlotViews,
+    pool: torch.Tensor,
+    layout: RecordLayout,
     experts: Sequence[int],
     slots: Sequence[int],
     out_rows: torch.Tensor,
@@ -51,9 +60,35 @@ def grouped_gemm(
         rows = routes[offsets[expert] : offsets[expert + 1]]
         if rows.shape[0] == 0:
             continue
-        gate, up = functional.linear(x[rows // k], views.gate_up[slot]).chunk(2, dim=-1)
-        out = functional.linear(functional.silu(gate) * up, views.down[slot])
+        gate_up_matrix, down_matrix = matrices(pool[slot], layout, x.dtype)
+        gate, up = functional.linear(x[rows // k], gate_up_matrix).chunk(2, dim=-1)
+        out = functional.linear(functional.silu(gate) * up, down_matrix)
         out_rows[rows] = (out * row_weights[rows]).to(out_rows.dtype)
+
+
+def grouped_gemm_slots(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    blocks: Blocks,
+    pool: torch.Tensor,
+    layout: RecordLayout,
+    slot_of: torch.Tensor,
+    span: torch.Tensor,
+    out_rows: torch.Tensor,
+) -> None:
+    begin, end = span.tolist()
+    starts = blocks.starts.tolist()
+    experts = [expert for expert in range(begin, end) if starts[expert] < starts[expert + 1]]
+    slots = [int(slot_of[expert]) for expert in experts]
+    grouped_gemm(x, weights, Alignment(blocks.routes, _offsets(blocks)), pool, layout, experts, slots, out_rows)
+
+
+def _offsets(blocks: Blocks) -> torch.Tensor:
+    """[E + 1] int32 of the alignment that the blocks were cut from."""
+    used = int(blocks.starts[-1])
+    counts = torch.zeros(blocks.starts.shape[0], dtype=torch.int32, device=blocks.starts.device)
+    counts.index_add_(0, blocks.expert[:used] + 1, blocks.rows[:used])
+    return counts.cumsum(0).to(torch.int32)
 
 
 def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""Alignment: the routes of a step sorted by expert."""
+"""Alignment: the routes of a step sorted by expert, and cut into blocks of one expert each."""
 
 from typing import NamedTuple
 
 import torch
 
 from kernels.moe_align import ref
+
+MAX_EXPERTS_ON_DEVICE = 4096
 
 
 class Alignment(NamedTuple):
@@ -17,14 +19,55 @@ class Alignment(NamedTuple):
     offsets: torch.Tensor  # [E + 1] int32
 
 
+class Blocks(NamedTuple):
+    """Sorted routes in blocks of at most `block_rows`, each of one expert; the tables are longer than they are full.
+
+    Block b has the routes `routes[first[b]:first[b] + rows[b]]`, all to expert `expert[b]`; expert e has the blocks
+    `starts[e]` up to `starts[e + 1]`. What lies past `starts[E]` is not set.
+    """
+
+    routes: torch.Tensor  # [T * K] int32
+    starts: torch.Tensor  # [E + 1] int32
+    expert: torch.Tensor  # [max_blocks(...)] int32
+    first: torch.Tensor  # [max_blocks(...)] int32
+    rows: torch.Tensor  # [max_blocks(...)] int32
+    block_rows: int
+
+
 def moe_align(experts: torch.Tensor, num_experts: int) -> Alignment:
     """Sorts routes by expert, E bins, whatever slots the experts are in.
 
     `experts` is [T, K] int32 with values in 0..num_experts-1 (not checked: that would wait for the device).
-    ValueError for a wrong shape, type or num_experts.
+    ValueError for a wrong shape, type or num_experts, which on a CUDA device ends at 4,096.
     """
     if experts.ndim != 2 or experts.dtype != torch.int32:
         raise ValueError(f"experts must be a [T, K] int32 tensor, not {experts.dtype} {tuple(experts.shape)}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, not {num_experts}")
-    return Alignment(*ref.moe_align(experts, num_experts))
+    if not experts.is_cuda:
+        return Alignment(*ref.moe_align(experts, num_experts))
+    if num_experts > MAX_EXPERTS_ON_DEVICE:
+        raise ValueError(f"num_experts must be at most {MAX_EXPERTS_ON_DEVICE} on a device, not {num_experts}")
+    from kernels.moe_align import tri
+
+    return Alignment(*tri.moe_align(experts, num_experts))
+
+
+def max_blocks(routes: int, num_experts: int, block_rows: int) -> int:
+    """No routing of `routes` routes to `num_experts` experts has more blocks: each expert has one that is not full."""
+    return routes // block_rows + min(routes, num_experts)
+
+
+def blocks(alignment: Alignment, block_rows: int) -> Blocks:
+    """Cuts each expert's routes into blocks of `block_rows`; on a CUDA device without waiting for it.
+
+    ValueError if `block_rows` is below 1.
+    """
+    if block_rows < 1:
+        raise ValueError(f"block_rows must be at least 1, not {block_rows}")
+    bound = max_blocks(alignment.routes.shape[0], alignment.offsets.shape[0] - 1, block_rows)
+    if not alignment.offsets.is_cuda:
+        return Blocks(alignment.routes, *ref.blocks(alignment.offsets, block_rows, bound), block_rows)
+    from kernels.moe_align import tri
+
+    return Blocks(alignment.routes, *tri.blocks(alignment.offsets, block_rows, bound), block_rows)

@@ -1,12 +1,21 @@
 """grouped_gemm and combine against float64, and against themselves as equality of bits."""
 
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from kernels.formats import RecordLayout, layout
-from kernels.grouped_gemm import combine, grouped_gemm
-from kernels.moe_align import Alignment, moe_align
+from kernels.grouped_gemm import block_rows, combine, cost, grouped_gemm, grouped_gemm_slots
+from kernels.moe_align import Alignment, blocks, moe_align
 from kernels.topk_route import topk_route
+from tests.kernels import device_checks
+from tests.kernels.expert_records import Experts
+
+ROOT = Path(__file__).parents[2]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
@@ -152,3 +161,123 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, object], match:
     }
     with pytest.raises(ValueError, match=match):
         grouped_gemm(**(arguments | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(0, torch.float32), (5, torch.float32), (33, torch.bfloat16)])
+def test_nvfp4_rows_are_those_of_float64(tokens: int, dtype: torch.dtype) -> None:
+    """Against the exact values of the records, in the whole and in spans, whatever slots they are in."""
+    generator = torch.Generator().manual_seed(tokens)
+    experts = Experts("nvfp4", 64, 48, 5, generator)
+    x = torch.randn(tokens, 64, generator=generator).to(dtype)
+    weights, chosen = topk_route(torch.randn(tokens, 5, generator=generator), 2, True)
+    alignment = moe_align(chosen, 5)
+    rows = torch.full((tokens * 2, 64), float("nan"), dtype=dtype)
+    routed = sorted(set(chosen.flatten().tolist()))
+    pool = experts.pool(7, {e: e for e in range(5)})
+    grouped_gemm(x, weights, alignment, pool, experts.layout, routed, routed, rows)
+    expected = experts.float64(x, weights, chosen)
+    assert (rows.double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
+
+    table = blocks(alignment, block_rows(tokens, 2, 5, experts.layout))
+    slot_of = torch.tensor([6, 2, 0, 4, 1], dtype=torch.int32)
+    pool = experts.pool(7, dict(enumerate(slot_of.tolist())))
+    for cuts in ([0, 5], [0, 0, 2, 3, 5]):
+        again = torch.full_like(rows, float("nan"))
+        for begin, end in itertools.pairwise(cuts):
+            span = torch.tensor([begin, end], dtype=torch.int32)
+            grouped_gemm_slots(x, weights, table, pool, experts.layout, slot_of, span, end - begin, again)
+        assert torch.equal(again, rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"slot_of": torch.zeros(3, dtype=torch.int32)}, "slot_of must"),
+        ({"span": torch.zeros(2, dtype=torch.int64)}, "span must"),
+        ({"blocks": blocks(moe_align(torch.zeros(3, 2, dtype=torch.int32), 4), 8)}, "16 rows, not 8"),
+        ({"max_routed": 5}, r"0\.\.4, not 5"),
+        ({"x": torch.zeros(3, 16, dtype=torch.float16)}, "x must"),
+    ],
+)
+def test_arguments_of_slots_that_do_not_fit_are_refused(change: dict[str, object], match: str) -> None:
+    """Against the docstring."""
+    record = layout("nvfp4", 16, 16)
+    arguments: dict[str, object] = {
+        "x": torch.zeros(3, 16, dtype=torch.bfloat16),
+        "weights": torch.zeros(3, 2),
+        "blocks": blocks(moe_align(torch.zeros(3, 2, dtype=torch.int32), 4), 16),
+        "pool": torch.zeros(4, record.record_nbytes, dtype=torch.uint8),
+        "layout": record,
+        "slot_of": torch.zeros(4, dtype=torch.int32),
+        "span": torch.tensor([0, 4], dtype=torch.int32),
+        "max_routed": 4,
+        "out_rows": torch.zeros(6, 16, dtype=torch.bfloat16),
+    }
+    with pytest.raises(ValueError, match=match):
+        grouped_gemm_slots(**(arguments | change))  # type: ignore[arg-type]
+
+
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    """Against float64 and the reference, and against themselves in other slots and spans."""
+    pytest.importorskip("triton")
+    script = [sys.executable, "-m", "tests.kernels.interpreted_grouped_gemm"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+@pytest.mark.parametrize(("format_name", "tokens"), [("nvfp4", 1), ("nvfp4", 1024), ("nvfp4", 4096), ("bfloat16", 128)])
+def test_the_triton_kernels_compile_for_hopper(format_name: str, tokens: int) -> None:
+    """Against the shared memory of sm_90, and warpgroup matrix instructions fed from registers; nothing spills."""
+    pytest.importorskip("triton")
+    from kernels.grouped_gemm import tri
+    from tests.kernels.ahead_of_time import SHARED_NBYTES, compile_for_hopper
+
+    record = layout(format_name, 2560, 640)
+    tables = ("slot_of", "span", "routes", "starts", "expert", "first", "rows")
+    types = {f"{name}_ptr": "*i32" for name in tables} | {"pool_ptr": "*u8", "weights_ptr": "*fp32"}
+    types |= dict.fromkeys(("x_ptr", "mid_ptr", "out_ptr"), "*bf16")
+    tiles = cost.tiles(tokens, 10, 512, format_name)
+    for kernel, arguments in (
+        (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up)),
+        (tri._down, tri.down_arguments(record, tiles.down)),
+    ):
+        compiled = compile_for_hopper(kernel, types, arguments)
+        assert compiled.metadata.shared <= SHARED_NBYTES
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+    types["rows_ptr"] = "*bf16"
+    compile_for_hopper(tri._combine, types, {"H": 2560, "K": 10, "num_warps": 4})
+
+
+@pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16", "float32"])
+def test_tiles_take_whole_blocks_of_the_format(format_name: str) -> None:
+    """Against what the kernels need: powers of two, one block_m for both, at least 16 rows, whole scale words."""
+    for tokens in (0, 1, 16, 17, 100, 1000, 5000, 100_000):
+        gate_up, down = cost.tiles(tokens, 10, 512, format_name)
+        assert gate_up.block_m == down.block_m >= 16
+        for tile in (gate_up, down):
+            assert all(size & (size - 1) == 0 for size in tile[:3]) and tile.block_k >= 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"), [(1, 512, 160), (16, 512, 160), (37, 96, 48), (300, 512, 320), (2000, 80, 48)]
+)
+def test_the_device_s_rows_are_those_of_float64(format_name: str, tokens: int, hidden: int, intermediate: int) -> None:
+    """Against the exact values of the records."""
+    device_checks.values(format_name, tokens, hidden, intermediate, 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "num_experts", "k"), [(1, 64, 10), (16, 64, 10), (600, 8, 2), (1024, 64, 10)])
+def test_the_device_s_rows_are_the_same_bits(format_name: str, tokens: int, num_experts: int, k: int) -> None:
+    """Against the run in one launch: in queries, in other slots of a larger pool, not-a-number in the free ones."""
+    device_checks.bits(format_name, tokens, num_experts, k, 512, 160)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 129])
+def test_the_device_s_sum_is_the_reference_s(tokens: int) -> None:
+    """Against the CPU, as equality of bits."""
+    device_checks.sums(tokens, 10, 2560)

@@ -1,11 +1,18 @@
-"""moe_align against a brute-force sort."""
+"""moe_align and blocks against brute force; the Triton kernels against them, interpreted and on a device."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.moe_align import moe_align
+from kernels.moe_align import blocks, max_blocks, moe_align
+from tests.kernels import device_checks
+
+ROOT = Path(__file__).parents[2]
 
 
 def check(experts: torch.Tensor, num_experts: int) -> None:
@@ -37,3 +44,74 @@ def test_a_wrong_shape_or_type_is_refused(experts: torch.Tensor) -> None:
         moe_align(experts, 4)
     with pytest.raises(ValueError, match="num_experts"):
         moe_align(torch.zeros(3, 2, dtype=torch.int32), 0)
+
+
+@pytest.mark.parametrize("block_rows", [1, 15, 16, 128])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k"), [(0, 4, 2), (1, 1, 1), (129, 8, 3), (100, 1024, 2), (64, 1, 4)]
+)
+def test_blocks_cut_every_expert_s_routes(tokens: int, num_experts: int, k: int, block_rows: int) -> None:
+    """Against a walk over the sorted routes; the bound holds."""
+    generator = torch.Generator().manual_seed(tokens)
+    alignment = moe_align(
+        torch.randint(0, num_experts, (tokens, k), dtype=torch.int32, generator=generator), num_experts
+    )
+    table = blocks(alignment, block_rows)
+    offsets = alignment.offsets.tolist()
+    expected = [
+        (expert, first, min(block_rows, offsets[expert + 1] - first))
+        for expert in range(num_experts)
+        for first in range(offsets[expert], offsets[expert + 1], block_rows)
+    ]
+    used = len(expected)
+    assert list(zip(*(t.tolist()[:used] for t in (table.expert, table.first, table.rows)), strict=True)) == expected
+    assert table.starts.tolist() == [sum(e < bound for e, _, _ in expected) for bound in range(num_experts + 1)]
+    assert used <= table.expert.shape[0] == max_blocks(tokens * k, num_experts, block_rows)
+
+
+def test_blocks_of_no_rows_are_refused() -> None:
+    """Against the docstring."""
+    with pytest.raises(ValueError, match="block_rows"):
+        blocks(moe_align(torch.zeros(1, 1, dtype=torch.int32), 1), 0)
+
+
+def test_the_bound_is_reached() -> None:
+    """Against a routing made for it: every expert has one full block and one route more."""
+    experts = torch.arange(4, dtype=torch.int32).repeat_interleave(5).reshape(-1, 1)
+    table = blocks(moe_align(experts, 4), 4)
+    assert int(table.starts[-1]) == 8 and table.expert.shape[0] == 20 // 4 + 4
+
+
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    """Against the reference, at 1 to 2,100 experts."""
+    pytest.importorskip("triton")
+    script = [sys.executable, "-m", "tests.kernels.interpreted_moe_align"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+@pytest.mark.parametrize("bins", [2, 1024, 4096])
+def test_the_triton_kernels_compile_for_hopper(bins: int) -> None:
+    """Against the shared memory of sm_90."""
+    pytest.importorskip("triton")
+    from kernels.moe_align import tri
+    from tests.kernels.ahead_of_time import SHARED_NBYTES, compile_for_hopper
+
+    pointers = ("experts", "routes", "offsets", "counts", "places", "starts", "expert", "first", "rows")
+    types = {f"{name}_ptr": "*i32" for name in pointers} | dict.fromkeys(("count", "chunks", "num_experts"), "i32")
+    for kernel, arguments in (
+        (tri._sort_one_chunk, {"CHUNK": tri.CHUNK, "num_warps": 8}),
+        (tri._count_chunk, {"CHUNK": tri.CHUNK, "num_warps": 4}),
+        (tri._place_chunks, {"num_warps": 8}),
+        (tri._sort_chunk, {"CHUNK": tri.CHUNK, "num_warps": 8}),
+        (tri._block_table, {"BLOCK_M": 16, "num_warps": 4}),
+    ):
+        assert compile_for_hopper(kernel, types, {"BINS": bins, **arguments}).metadata.shared <= SHARED_NBYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", device_checks.EXPERT_COUNTS)
+@pytest.mark.parametrize("tokens", [0, 1, 102, 103, 129, 1025, 4096])
+def test_the_device_s_alignment_is_the_reference_s(num_experts: int, tokens: int) -> None:
+    """Against the CPU; 1,024 routes are one program's, 1,030 are two programs'."""
+    device_checks.alignment(num_experts, tokens, 10)

@@ -1,0 +1,121 @@
+"""The Triton kernels on a CUDA device against the CPU, float64 and themselves: for the gpu tests and the benchmark."""
+
+import torch
+
+from kernels.formats import RecordLayout, layout
+from kernels.grouped_gemm import block_rows, combine, grouped_gemm_slots, ref
+from kernels.moe_align import Blocks, blocks, moe_align
+from tests.kernels.expert_records import Experts
+
+EXPERT_COUNTS = (1, 8, 512, 1023, 1024, 2100)
+TOLERANCE = {"nvfp4": 1e-2, "bfloat16": 1e-2, "float32": 1e-5}
+"""Of ||out - expected|| / ||expected||."""
+
+
+def alignment(num_experts: int, tokens: int, k: int) -> None:
+    """Routes, offsets and blocks equal the reference's on the CPU."""
+    generator = torch.Generator().manual_seed(num_experts + tokens)
+    experts = torch.randint(0, num_experts, (tokens, k), dtype=torch.int32, generator=generator)
+    on_host, on_device = moe_align(experts, num_experts), moe_align(experts.cuda(), num_experts)
+    assert torch.equal(on_device.routes.cpu(), on_host.routes)
+    assert torch.equal(on_device.offsets.cpu(), on_host.offsets)
+    for rows in (16, 128):
+        expected, actual = blocks(on_host, rows), blocks(on_device, rows)
+        used = int(expected.starts[-1])
+        assert torch.equal(actual.starts.cpu(), expected.starts)
+        for name in ("expert", "first", "rows"):
+            assert torch.equal(getattr(actual, name)[:used].cpu(), getattr(expected, name)[:used])
+
+
+def sums(tokens: int, k: int, hidden: int) -> None:
+    """combine equals the reference on the CPU."""
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = torch.randn(tokens * k, hidden, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+        assert torch.equal(combine(rows.cuda(), tokens).cpu(), ref.combine(rows, tokens))
+
+
+def values(format_name: str, tokens: int, hidden: int, intermediate: int, num_experts: int, k: int) -> float:
+    """The relative error against float64, which is within TOLERANCE."""
+    generator = torch.Generator().manual_seed(tokens + hidden)
+    experts = Experts(format_name, hidden, intermediate, num_experts, generator)
+    dtype = torch.float32 if format_name == "float32" else torch.bfloat16
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype).cuda()
+    weights, chosen = routing(tokens, num_experts, k, generator)
+    slot_of = torch.randperm(num_experts, generator=generator).to(torch.int32)
+    pool = experts.pool(num_experts, dict(enumerate(slot_of.tolist())), "cuda")
+    rows = run(x, weights, table_of(chosen, num_experts, experts.layout), pool, experts.layout, slot_of.cuda())
+    expected = experts.float64(x, weights, chosen)
+    error = float((rows.double().cpu() - expected).norm() / expected.norm())
+    assert error <= TOLERANCE[format_name], (format_name, tokens, error)
+    return error
+
+
+def bits(format_name: str, tokens: int, num_experts: int, k: int, hidden: int, intermediate: int) -> None:
+    """Rows are equal in one launch and in queries, in slots of their numbers and in others of a poisoned pool."""
+    generator = torch.Generator().manual_seed(tokens)
+    record = layout(format_name, hidden, intermediate)
+    pool = random_records(record, num_experts, tokens)
+    x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16).cuda()
+    weights, chosen = routing(tokens, num_experts, k, generator)
+    table = table_of(chosen, num_experts, record)
+    plain = run(x, weights, table, pool, record, torch.arange(num_experts, dtype=torch.int32, device="cuda"))
+    assert torch.isfinite(plain).all() and plain.any(dim=1).all()
+
+    slots = num_experts + num_experts // 3 + 5
+    slot_of = torch.randperm(slots, generator=generator)[:num_experts].cuda()
+    poisoned = torch.full((slots, record.record_nbytes), 0xFF, dtype=torch.uint8, device="cuda")
+    poisoned[slot_of] = pool
+    for size in (num_experts, 128, 3):
+        rows = run(x, weights, table, poisoned, record, slot_of.to(torch.int32), size)
+        assert torch.equal(rows, plain), (format_name, tokens, size)
+
+
+def routing(tokens: int, num_experts: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uniform: weights [T, K] float32 and K different experts a token, [T, K] int32, on the device."""
+    chosen = torch.rand(tokens, num_experts, generator=generator).topk(k, dim=1).indices.to(torch.int32)
+    weights = torch.rand(tokens, k, generator=generator) + 0.1
+    return (weights / weights.sum(1, keepdim=True)).cuda(), chosen.cuda()
+
+
+def table_of(chosen: torch.Tensor, num_experts: int, record: RecordLayout) -> Blocks:
+    rows = block_rows(chosen.shape[0], chosen.shape[1], num_experts, record)
+    return blocks(moe_align(chosen, num_experts), rows)
+
+
+def run(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    table: Blocks,
+    pool: torch.Tensor,
+    record: RecordLayout,
+    slot_of: torch.Tensor,
+    query: int | None = None,
+) -> torch.Tensor:
+    """[T * K, H], not-a-number where nothing was written; a launch for every `query` neighbouring experts."""
+    rows = torch.full((weights.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
+    num_experts = slot_of.shape[0]
+    for begin in range(0, num_experts, query or num_experts):
+        end = min(begin + (query or num_experts), num_experts)
+        span = torch.tensor([begin, end], dtype=torch.int32, device=x.device)
+        grouped_gemm_slots(x, weights, table, pool, record, slot_of, span, end - begin, rows)
+    return rows
+
+
+def random_records(record: RecordLayout, count: int, seed: int) -> torch.Tensor:
+    """[count, record_nbytes] uint8 on the device: weights of about unit gain, made there, without a quantiser."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    pool = torch.full((count, record.record_nbytes), 0xFF, dtype=torch.uint8, device="cuda")
+    for field in record.fields:
+        shape = (count, *field.shape)
+        gain = (record.intermediate if field.name.startswith("down") else record.hidden) ** -0.5
+        match field.dtype:
+            case "uint8":
+                tensor = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=generator)
+            case "float8_e4m3":  # 0.5 .. 2
+                tensor = torch.randint(0x30, 0x41, shape, dtype=torch.uint8, device="cuda", generator=generator)
+            case "float32":  # the root mean square of the codes is 2.93
+                tensor = gain / 3 * (1 + torch.rand(shape, device="cuda", generator=generator))
+            case _:
+                tensor = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, gain, generator=generator)
+        pool[:, field.offset : field.offset + field.nbytes] = tensor.flatten(1).view(torch.uint8)
+    return pool
