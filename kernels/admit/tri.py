@@ -260,7 +260,6 @@ def admit_kernel(
     hit = member & (slot >= 0)
     miss = member & (slot < 0)
     misses = tl.sum(miss.to(tl.int32))
-    tl.store(last_used + slot, now + query - index + 1, hit)
     if index == 0:
         f = tl.arange(0, BLOCK_F)
         tl.store(flags + f, LANDED, (f >= queries) & (f < num_flags))
@@ -271,6 +270,7 @@ def admit_kernel(
         if end - index > 1:
             deal_out(oldest, missing, query_of, victims, misses, BLOCK_M)
         move_in(missing, victims, query_of, slot_of, row, owner, last_used, now, layer, index, experts, misses, BLOCK_M)
+    tl.store(last_used + slot, now + query - index + 1, hit)
     if (index == 0) | (end > index):
         tl.store(table + e, tl.where(member, tl.load(row + e, in_row, -1), -1), in_row)
 
