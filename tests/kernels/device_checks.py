@@ -65,9 +65,26 @@ def bits(format_name: str, tokens: int, num_experts: int, k: int, hidden: int, i
     slot_of = torch.randperm(slots, generator=generator)[:num_experts].cuda()
     poisoned = torch.full((slots, record.record_nbytes), 0xFF, dtype=torch.uint8, device="cuda")
     poisoned[slot_of] = pool
-    for size in (num_experts, 128, 3):
-        rows = run(x, weights, table, poisoned, record, slot_of.to(torch.int32), size)
-        assert torch.equal(rows, plain), (format_name, tokens, size)
+    for query in (num_experts, 128, 3):
+        rows = run(x, weights, table, poisoned, record, slot_of.to(torch.int32), query)
+        assert torch.equal(rows, plain), (format_name, tokens, query)
+    assert torch.equal(one_query_in_slots(x, weights, table, pool, record, 3), plain), (format_name, tokens)
+
+
+def one_query_in_slots(
+    x: torch.Tensor, weights: torch.Tensor, table: Blocks, bank: torch.Tensor, record: RecordLayout, query: int
+) -> torch.Tensor:
+    """[T * K, H] by way of a pool that holds a query's experts during its launch; the others' slot is not a number."""
+    rows = torch.full((weights.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
+    pool = torch.full((query + 1, record.record_nbytes), 0xFF, dtype=torch.uint8, device=x.device)
+    for begin in range(0, bank.shape[0], query):
+        end = min(begin + query, bank.shape[0])
+        slot_of = torch.full((bank.shape[0],), query, dtype=torch.int32, device=x.device)
+        slot_of[begin:end] = torch.arange(end - begin - 1, -1, -1, dtype=torch.int32, device=x.device)
+        pool[: end - begin] = bank[begin:end].flip(0)
+        span = torch.tensor([begin, end], dtype=torch.int32, device=x.device)
+        grouped_gemm_slots(x, weights, table, pool, record, slot_of, span, end - begin, rows)
+    return rows
 
 
 def routing(tokens: int, num_experts: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

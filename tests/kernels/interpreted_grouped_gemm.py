@@ -59,6 +59,8 @@ for format_name, hidden, intermediate, count, tokens in (
     assert error < 1e-5, (format_name, float(error))
     moved = run(experts, x, weights, chosen, [2 * (count - e) for e in range(count)], [0, 1, count])
     assert torch.equal(moved, plain)
+    first = run(experts, x, weights, chosen, list(range(count)), [0, 1])
+    assert torch.equal(first.isnan().all(1), chosen.flatten() != 0)  # the others' rows are left alone
 
 rows = torch.randn(6, 1030, generator=torch.Generator().manual_seed(1))
 assert torch.equal(tri.combine(rows, 2), ref.combine(rows, 2))
