@@ -262,11 +262,12 @@ def ready_block(model: Model, ready: Ready, endpoint: str) -> str:
     """What a person needs to know once the engine serves."""
     facts = ready.facts
     age_s = time.time() - psutil.Process().create_time()
+    several = int(facts["workers"]) > 1
     weights = "; random weights: the text means nothing" if model.random_weights else ""
     lines = {
         "endpoint": endpoint,
         "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
-        "workers": f"{facts['workers']} on {facts['device']}",
+        "workers": f"{facts['workers']} on {facts['device']}" + ("; the sizes are each one's" if several else ""),
         **expert_lines(facts),
         "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}; one request may take {facts['max_model_len']}",
         "event loop": facts["event_loop"],
@@ -314,7 +315,8 @@ def run(config: LaunchConfig) -> int:
     try:
         on_signals(lambda name: engine.notices.put(Told(name)))
         ready = engine.start(model.directory, budget)
-        print(ready_block(model, ready, engine.scheduler_endpoint), flush=True)
+        out = sys.stdout if config.prompt is None else sys.stderr  # standard output is the answer's
+        print(ready_block(model, ready, engine.scheduler_endpoint), file=out, flush=True)
         return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
     finally:
         engine.stop()

@@ -15,7 +15,7 @@ class CopyEngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         "tcp://127.0.0.1:0"
     )
     run_id: Annotated[str, Meta(description="prefix of this run's shared memory names; made up if empty")] = ""
-    background_depth: Annotated[int, Meta(ge=1, description="background pieces in flight at most")] = 2
+    background_depth: Annotated[int, Meta(ge=1, le=64, description="background pieces in flight at most")] = 2
     spin_us: Annotated[int, Meta(ge=0, description="how long to poll an empty ring before sleeping")] = 2000
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -58,7 +59,7 @@ def figures(finished: Finished) -> str:
         f"{usage.cached_tokens} cached; "
         f"TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s * 1e3:.1f} ms; "
         f"chunks: {usage.demand_chunks} demand, {usage.streamed_chunks} streamed; "
-        f"experts: {usage.expert_hits} hit, {usage.expert_misses} missed, {usage.copied_nbytes} bytes copied"
+        f"experts: {usage.expert_hits} hit, {usage.expert_misses} missed, {usage.copied_nbytes / 1e6:.1f} MB copied"
     )
 
 
@@ -160,7 +161,9 @@ class Session:
 
 
 def run(stated: argparse.Namespace) -> None:
-    """Answer or chat as the flags say."""
+    """Answer or chat as the flags say. OSError if the output cannot be written."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows what it can
     screen = Screen(sys.stdout, stated.json)
     if isinstance(sys.stdin, io.TextIOWrapper):  # as in the command line; what is not UTF-8 is refused as a prompt
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -191,7 +194,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read the answer has had enough
+        return _without_output(0)
+    except OSError as error:
+        sys.stderr.write(f"error: the answer cannot be written: {error}\n")
+        return _without_output(1)
     return 0
+
+
+def _without_output(code: int) -> int:
+    """`code`; the interpreter's last flush of what could not be written goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 if __name__ == "__main__":

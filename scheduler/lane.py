@@ -97,7 +97,7 @@ class Lane:
             case StepDone() as done:
                 for reply in self.core.apply(done, time.monotonic()):
                     self._deliver(reply.request, reply.message)
-            case StepFailed(code="peer_died" | "peer_timeout", detail=detail):
+            case StepFailed(code="peer_died" | "peer_timeout" | "taken_over", detail=detail):
                 raise PeerDied(f"the worker cannot go on: {detail}")
             case StepFailed(code=code, detail=detail):
                 log.warning("a %s step failed: %s: %s", step.mode, code, detail)

@@ -73,8 +73,7 @@ def bring_torch(threads: int) -> None:
 
     import worker.engine  # noqa: F401
 
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) - 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

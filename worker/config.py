@@ -20,7 +20,9 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="endpoint of the copy engine; empty runs it as a thread of this process")
     ] = ""
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
-    threads: Annotated[int, Meta(ge=0, description="compute threads; 0 takes all cores")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="compute threads; 0 takes all cores but one, which is left to copies")
+    ] = 0
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False

@@ -48,7 +48,11 @@ class SequenceStep(Struct, frozen=True):
 
 
 class RunStep(Struct, frozen=True, tag=True):
-    """Run one step: T is the sum of all sequences' new tokens."""
+    """Run one step: T is the sum of all sequences' new tokens.
+
+    Only from the connection whose Load came last: two schedulers would give out the same KV pages. Another one gets
+    Failed("taken_over").
+    """
 
     mode: Mode
     sequences: Annotated[list[SequenceStep], Meta(min_length=1)]

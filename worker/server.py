@@ -84,6 +84,7 @@ class WorkerServer:
         )
         self._loader = loader
         self._asked: Load | None = None
+        self._scheduler = b""  # who sent the last Load: KV pages are given out by one scheduler alone
         self._loading: asyncio.Task[Engine] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._watchers: set[asyncio.Queue[LoadProgress]] = set()
@@ -121,7 +122,7 @@ class WorkerServer:
             case Load() as load:
                 return await self._load(call, load)
             case RunStep() as step:
-                return await self._run(self._loaded(), step)
+                return await self._run(self._loaded(), step, call.peer)
             case Release():
                 return Done()  # no family so far keeps anything for a sequence but its KV pages
             case Stats():
@@ -137,6 +138,7 @@ class WorkerServer:
             self._loading = asyncio.create_task(self._run_loader(load))
         elif self._asked is None or load != replace(self._asked, deadline_s=load.deadline_s):
             raise ConfigError("this worker has another model or other sizes loaded; start it anew for this Load")
+        self._scheduler = call.peer
         watcher: asyncio.Queue[LoadProgress] = asyncio.Queue()
         self._watchers.add(watcher)
         relay = asyncio.create_task(_relay(call, watcher))
@@ -173,7 +175,9 @@ class WorkerServer:
         else:
             self._end.set_exception(error)
 
-    async def _run(self, engine: Engine, step: RunStep) -> StepDone:
+    async def _run(self, engine: Engine, step: RunStep, peer: bytes) -> StepDone:
+        if peer != self._scheduler:
+            raise RequestRefused("taken_over", "another scheduler has sent this worker a Load and has it now")
         tokens, stats = await self.compute.run(lambda: engine.run(step))
         return StepDone(tokens, stats)
 

@@ -55,8 +55,9 @@ def parse(config: type[S], argv: Sequence[str] | None, prog: str) -> S:
         text = str(error)
         for name, value in stated.items():
             if re.search(rf"\$\.{name}\b", text):  # a name may begin like another one
-                reason = text.split(" - at")[0]
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: {reason}") from None
+                reason = text.split(" - at")[0].replace("`", "")
+                choices = _metavar(_unwrap(get_type_hints(config, include_extras=True)[name])[0])
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: {reason} (takes {choices})") from None
         raise ConfigError(text) from None
 
 

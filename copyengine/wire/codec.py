@@ -20,11 +20,14 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Any) -> bytes:
-        """One frame. WireError if a value has no form in it: an int over 64 bits, text with a lone surrogate."""
+        """One frame. WireError if it would be too long, or a value has no form in it: an int over 64 bits, say."""
         try:
-            return self._encoder.encode(message)
+            frame = self._encoder.encode(message)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
             raise WireError(str(error)) from None
+        if len(frame) > MAX_FRAME_NBYTES:
+            raise WireError(f"it takes {len(frame)} bytes, and a message may have {MAX_FRAME_NBYTES}")
+        return frame
 
     def decode(self, frame: bytes) -> M:
         """The message in `frame`. WireError if it is malformed or of no type of the union."""

@@ -61,7 +61,7 @@ def test_a_signal_ends_a_prompt_that_is_being_answered() -> None:
     argv = launch_command("--prompt", "Once upon a time")
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
+        for line in process.stderr:
             if line.startswith("  try"):
                 break
         process.stdout.read(1)
@@ -97,7 +97,8 @@ def test_a_dead_process_ends_the_engine_with_its_name(victim: str) -> None:
 def test_prompt_answers_once() -> None:
     done = launch(*QUESTION)
     assert done.returncode == 0, done.stderr
-    assert "Ready in" in done.stdout and "new tokens" in done.stdout.splitlines()[-1]
+    assert "Ready in" in done.stderr and "Ready in" not in done.stdout
+    assert "new tokens" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("copy_engine", ["process", "thread"])
@@ -105,7 +106,7 @@ def test_prompt_answers_once() -> None:
 def test_every_event_loop_with_every_place_of_the_copy_engine(event_loop: str, copy_engine: str) -> None:
     done = launch("--event-loop", event_loop, "--copy-engine", copy_engine, *QUESTION)
     assert done.returncode == 0, done.stderr
-    assert f"event loop  {event_loop}" in done.stdout and f"copied by a {copy_engine}" in done.stdout
+    assert f"event loop  {event_loop}" in done.stderr and f"copied by a {copy_engine}" in done.stderr
     assert "Traceback" not in done.stderr and "leaked" not in done.stderr
 
 

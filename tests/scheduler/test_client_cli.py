@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -51,6 +52,28 @@ def test_a_prompt_streams_its_text_and_ends_with_a_line_of_figures(model: Path, 
                 assert rest == ""
 
     on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize(("output", "code"), [("pipe", 0), ("/dev/full", 1)])
+def test_output_that_cannot_be_written_ends_quietly(model: Path, output: str, code: int) -> None:
+    """A reader that has had enough, and a full disk."""
+    if output == "/dev/full" and not Path(output).exists():
+        pytest.skip("needs /dev/full")
+
+    async def main() -> None:
+        async with engine(model) as rig:
+            argv = [*COMMAND, "a fox", "--endpoint", rig.endpoint, "--max-tokens", "50", "--ignore-eos"]
+            out: Any = asyncio.subprocess.PIPE if output == "pipe" else open(output, "wb")  # noqa: ASYNC230, SIM115
+            process = await asyncio.create_subprocess_exec(*argv, stdout=out, stderr=asyncio.subprocess.PIPE)
+            if output == "pipe":
+                process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+            else:
+                out.close()
+            stderr = (await process.communicate())[1].decode()
+            assert process.returncode == code and "Traceback" not in stderr
+            assert stderr.count("error: ") == code
+
+    on_loop("selector", main)
 
 
 def test_json_is_one_object_per_event(model: Path) -> None:
@@ -181,5 +204,5 @@ def test_the_line_of_figures() -> None:
     finished = Finished("length", Usage(7, 32, 0, 1, 2, 30, 40, 5000), Timing(0.1, 0.25, 0.0123, 1.0))
     assert figures(finished) == (
         "[length] 7 prompt + 32 new tokens, 0 cached; TTFT 0.250 s, TPOT 12.3 ms; "
-        "chunks: 1 demand, 2 streamed; experts: 30 hit, 40 missed, 5000 bytes copied"
+        "chunks: 1 demand, 2 streamed; experts: 30 hit, 40 missed, 0.0 MB copied"
     )

@@ -243,6 +243,27 @@ def test_a_scheduler_that_disconnects_changes_nothing(on_loop: OnLoop) -> None:
     on_loop(main)
 
 
+def test_the_scheduler_whose_load_came_last_has_the_worker(on_loop: OnLoop) -> None:
+    """Two schedulers would give out the same KV pages; the one that was there first must not go on unknowing."""
+
+    async def main() -> None:
+        async with worker() as (rig, client):
+            context = zmq.asyncio.Context()
+            await client.load(Load("m"), 5)
+            second = WorkerClient(context, rig.endpoint)
+            refused = await second.run_step(step(1), 5)
+            assert isinstance(refused, Failed) and refused.code == "taken_over"
+            assert await second.load(Load("m"), 5) == FACTS
+            refused = await client.run_step(step(2), 5)
+            assert isinstance(refused, Failed) and refused.code == "taken_over"
+            assert isinstance(await second.run_step(step(3), 5), StepDone)
+            assert rig.engine.seen == [3]
+            await second.close()
+            context.term()
+
+    on_loop(main)
+
+
 def test_malformed_frames_are_counted_and_harm_nobody(on_loop: OnLoop) -> None:
     async def main() -> None:
         async with worker() as (rig, client):
