@@ -1,6 +1,8 @@
 """Tiles of the Triton kernels, from T, K, E and the format alone: never from the pool or from what is resident.
 
-Not measured yet: chosen from bytes and shared memory; `tests/bench/bench_kernels.py --sweep` measures candidates.
+nvfp4: the best or within 2 % of it in a sweep on an H200 at H 2560, I 640, E 512, K 10 (2026-11, lines "Sweep" of
+tests/bench/results/nvidia-h200_202611_kernels.md). The other formats' are not swept, but chosen from bytes and shared
+memory.
 """
 
 from typing import NamedTuple
@@ -27,8 +29,11 @@ def tiles(tokens: int, k: int, num_experts: int, format_name: str) -> Tiles:
     """For T = `tokens` tokens of K = `k` routes to E = `num_experts` experts."""
     block_m = _block_m(tokens, k, num_experts)
     match format_name:
+        case "nvfp4" if block_m == 128:
+            return Tiles(Tile(block_m, 128, 64, 3, 8), Tile(block_m, 128, 64, 3, 4))
         case "nvfp4":
-            return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, 64, 64, 3, 4))
+            down_n = 128 if tokens >= 16 else 64  # fewer tokens would leave multiprocessors without a program
+            return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, down_n, 64, 3, 4))
         case "float32":
             return Tiles(Tile(block_m, 64, 32, 2, 4), Tile(block_m, 64, 32, 2, 4))
         case _:
