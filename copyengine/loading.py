@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
 from copyengine.banks import Banks
-from copyengine.checkpoint.model import expert_nbytes, open_model
+from copyengine.checkpoint.model import expert_file_nbytes, open_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.protocol import Load, Loaded, LoadProgress
 from copyengine.wire.errors import ConfigError, RequestRefused
@@ -135,7 +135,7 @@ def _load(run_id: str, request: Load, meter: _Meter) -> tuple[Banks, int]:
     meter.start("expert banks", layers * moe.experts * record.record_nbytes)
     banks = Banks(run_id, layers, moe.experts, record.record_nbytes, meter.add)
     try:
-        meter.start("experts", expert_nbytes(model))
+        meter.start("experts", expert_file_nbytes(model))
         return banks, read_experts(model, record, banks.records, meter.add)
     except BaseException:
         banks.close()

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from copyengine.budget import Budget, Wanted, plan
-from copyengine.checkpoint.model import Model, dense_nbytes, open_model
+from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.device.host import HostWorkerDevice
 from copyengine.protocol import Dtype
 from kernels.formats import RecordLayout, layout
@@ -149,7 +149,7 @@ def build_runner(
 ) -> tuple[StepRunner, KvCache]:
     """Read the dense weights and put the model together. ConfigError if a file does not hold what it says."""
     spec = prepared.model.spec
-    progress = _Progress("dense weights", dense_nbytes(prepared.model), on_progress)
+    progress = _Progress("dense weights", dense_file_nbytes(prepared.model), on_progress)
     weights = load_dense(prepared.model, prepared.dtype, DEVICE, progress.add)
     dtype = TORCH_DTYPES[prepared.dtype]
     kv = KvCache(spec, prepared.budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, DEVICE)

@@ -71,9 +71,6 @@ def expert_file_nbytes(model: Model) -> int:
     return sum(ref.nbytes for _, ref in model.experts)
 
 
-dense_nbytes, expert_nbytes = dense_file_nbytes, expert_file_nbytes
-
-
 def _checked(
     directory: Path, entry: DenseName | ExpertName, refs: Mapping[str, TensorRef], spec: ModelSpec
 ) -> TensorRef:

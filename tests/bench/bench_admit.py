@@ -8,19 +8,16 @@ that are queued behind a sleep, so that no time of the host is between them; tab
 import argparse
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import torch
-import triton
 
 from kernels import admit
 from kernels.admit.state import AdmissionState
-from tests.bench.report import table
+from tests.bench.report import gpu_conditions, table
 from tests.kernels.admit_histories import (
     LARGE,
     SMALL,
@@ -61,24 +58,12 @@ def main() -> None:
 
 
 def conditions() -> str:
-    """Command, GPU, versions and commit."""
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    """Command, GPU, versions, commit and shapes."""
     return (
-        f"- command: `python -m tests.bench.bench_admit {' '.join(sys.argv[1:])}`\n"
-        f"- machine: {torch.cuda.get_device_name()}, driver {driver}\n"
-        f"- versions: Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}\n"
-        f"- commit: {output('git', 'rev-parse', '--short=12', 'HEAD')}, {time.strftime('%Y-%m-%d')}\n"
+        f"{gpu_conditions(torch.cuda.get_device_name())}\n"
         f"- {LAYERS} layers of {EXPERTS} experts, pool full, stamps random, ring in pinned host memory; "
         f"medians of {MEDIAN_OF}"
     )
-
-
-def output(*command: str) -> str:
-    """What a command prints, or that there is none."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def check(histories: int) -> list[str]:

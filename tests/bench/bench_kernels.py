@@ -9,8 +9,6 @@ time is that of a CUDA graph's replay between two events, over several routings 
 import argparse
 import itertools
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,14 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.formats import layout
 from kernels.grouped_gemm import combine, cost, grouped_gemm_slots, tri
 from kernels.grouped_gemm.cost import Tile
 from kernels.moe_align import Blocks, blocks, max_blocks, moe_align
-from tests.bench.report import table
+from tests.bench.report import gpu_conditions, table
 from tests.kernels import device_checks
 
 HIDDEN, INTERMEDIATE, EXPERTS, K = 2560, 640, 512, 10
@@ -150,23 +147,11 @@ def main() -> None:
 
 def conditions() -> str:
     """Command, GPU, versions, commit and shapes."""
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return (
-        f"- command: `python -m tests.bench.bench_kernels {' '.join(sys.argv[1:])}`\n"
-        f"- machine: {torch.cuda.get_device_name()}, driver {driver}\n"
-        f"- versions: Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}\n"
-        f"- commit: {output('git', 'rev-parse', '--short=12', 'HEAD')}, {time.strftime('%Y-%m-%d')}\n"
+        f"{gpu_conditions(torch.cuda.get_device_name())}\n"
         f"- H {HIDDEN}, I {INTERMEDIATE}, E {EXPERTS}, K {K}, all resident, uniform routing; "
         f"ms: median (min-max) of {SAMPLES}"
     )
-
-
-def output(*command: str) -> str:
-    """What a command prints, or that there is none."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def check() -> Iterator[str]:

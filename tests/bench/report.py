@@ -20,20 +20,26 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def conditions() -> str:
-    """Command, machine, versions and commit."""
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    changed = " with uncommitted changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else ""
+def conditions(machine: str = "", packages: Sequence[str] = PACKAGES) -> str:
+    """Command, machine (this one's processor if none is named), versions and commit."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    commit = output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    changed = " with uncommitted changes" if output("git", "status", "--porcelain", "--untracked-files=no") else ""
     module = Path(sys.argv[0]).stem
     return "\n".join(
         (
             f"- command: `{shlex.join(['python', '-m', f'tests.bench.{module}', *sys.argv[1:]])}`",
-            f"- machine: {cpu_name()}, {os.cpu_count()} cores, {platform.system()}",
+            f"- machine: {machine or f'{cpu_name()}, {os.cpu_count()} cores, {platform.system()}'}",
             f"- versions: Python {platform.python_version()}, {versions}",
             f"- commit: {commit}{changed}, {time.strftime('%Y-%m-%d')}",
         )
     )
+
+
+def gpu_conditions(name: str) -> str:
+    """The same on a machine with the GPU `name`, for a benchmark that needs torch and triton alone."""
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    return conditions(f"{name}, driver {driver}", ("torch", "triton"))
 
 
 def keep(name: str, text: str) -> Path:
@@ -55,5 +61,9 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def output(*command: str) -> str:
+    """What a command prints; nothing if it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
