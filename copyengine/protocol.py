@@ -7,16 +7,24 @@ from msgspec import Meta, Struct
 Dtype = Literal["bfloat16", "float16", "float32"]
 """Element type of the weights in memory and of the activations."""
 
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the checkpoint's files, or made up from its config.json alone."""
+
 MAX_QUERY = 128
 """Experts in one query at most (DESIGN: the unit of admission, copying and completion)."""
 
 
 class MemoryHandle(Struct, frozen=True, tag=True):
-    """Memory another process may map. `shm`: `name` of a shared memory segment."""
+    """Memory that another process, or another part of this one, may map.
 
-    kind: Literal["shm"]
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    By `kind`, `name` is: `shm`, a shared memory segment; `cuda_ipc`, the hexadecimal digits of a CUDA IPC memory handle;
+    `cuda_local`, those of a device address, valid in the process that sent it alone.
+    """
+
+    kind: Literal["shm", "cuda_ipc", "cuda_local"]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
     nbytes: Annotated[int, Meta(ge=1)]
+    device: Annotated[str, Meta(pattern=r"^[A-Za-z0-9:._-]{0,64}$")] = ""  # PCI bus id of a CUDA device; "" for shm
 
 
 # Requests -----------------------------------------------------------------------------------------------------------
@@ -31,6 +39,7 @@ class Load(Struct, frozen=True, tag=True):
     model: str
     dtype: Dtype
     hf_overrides: str = "{}"  # JSON object merged over config.json
+    load_format: LoadFormat = "auto"
 
 
 class Attach(Struct, frozen=True, tag=True):
