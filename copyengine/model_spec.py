@@ -73,6 +73,7 @@ class ModelSpec(Struct, frozen=True):
     tie_word_embeddings: bool
     checkpoint_dtype: str  # "bfloat16", "float16" or "float32", as config.json states it
     layers: tuple[LayerSpec, ...]
+    expert_format: str = ""  # of kernels.formats; "": not quantised, in the element type that a load asks for
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -22,13 +22,6 @@ def parse_spec(config: Keys) -> ModelSpec:
     ConfigError names the key, its value and the fix; nothing else is raised, whatever `config` holds.
     """
     architecture = _architecture(config)
-    quantisation = config.get("quantization_config")
-    if quantisation is not None:
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        raise ConfigError(
-            f"config.json: quantization_config (quant_method {show(method)}) is not supported; "
-            "use a bfloat16, float16 or float32 checkpoint"
-        )
     return FAMILIES[architecture].parse(architecture, config)
 
 

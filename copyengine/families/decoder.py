@@ -1,8 +1,10 @@
 """config.json -> what families of decoders share: the sizes of the whole, the layer kinds, the element type."""
 
 from copyengine.checkpoint.keys import Keys, flag, integer, number, stated, wrong
+from copyengine.families.quantisation import expert_format
 from copyengine.families.rope import rope
 from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec
+from copyengine.wire.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Element types a checkpoint may have."""
@@ -17,6 +19,9 @@ def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...]) -> M
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise wrong("hidden_act", activation, "must be silu")
+    quantised = expert_format(config)
+    if quantised and not any(isinstance(layer.ffn, MoeSpec) for layer in layers):
+        raise ConfigError(f"config.json: quantization_config ({quantised}) of a model without experts is not supported")
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
@@ -26,6 +31,7 @@ def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...]) -> M
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         checkpoint_dtype=checkpoint_dtype(config) or "float32",
         layers=layers,
+        expert_format=quantised,
     )
 
 

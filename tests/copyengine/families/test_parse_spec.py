@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,19 @@ DENSE = {**HUB, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0, "original_max_position_embeddings": 8192}
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+FLASH_NEXT = {**HUB, "hidden_size": 2560, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 640}
+FLASH_NEXT |= {"num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320}
+"""The geometry of Qwen3.8-Flash-Next's experts and attention heads, as a Qwen3-MoE."""
+
+
+def mixed(experts: str = "NVFP4", second: str = "NVFP4") -> dict[str, Any]:
+    """A MIXED_PRECISION quantization_config whose two experts are `experts` and `second`."""
+    layers = {"model.layers.0.self_attn.q_proj": "FP8", "model.layers.0.mlp.experts.0.up_proj": experts}
+    layers["model.layers.0.mlp.experts.1.up_proj"] = second
+    named = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
@@ -80,6 +94,30 @@ def test_both_spellings_mean_the_same() -> None:
     assert parse_spec(new) == parse_spec(old)
     assert parse_spec({**HUB, "torch_dtype": "torch.bfloat16"}) == parse_spec(HUB)
     assert parse_spec(without(HUB, "architectures")) == parse_spec(HUB)
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        MODELOPT,
+        {**MODELOPT, "group_size": 16, "ignore": ["lm_head"], "kv_cache_scheme": None},
+        {"quant_method": "modelopt_fp4", "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}},
+        mixed(),
+    ],
+)
+def test_forms_of_nvfp4(quantisation: dict[str, Any]) -> None:
+    """Against the same model without it: only the format of the experts differs."""
+    spec = parse_spec({**FLASH_NEXT, "quantization_config": quantisation})
+    assert spec.expert_format == "nvfp4" and parse_spec(FLASH_NEXT).expert_format == ""
+    assert msgspec.structs.replace(spec, expert_format="") == parse_spec(FLASH_NEXT)
+    assert parse_spec({**FLASH_NEXT, "quantization_config": None}) == parse_spec(FLASH_NEXT)
+
+
+def test_the_geometry_of_flash_next() -> None:
+    spec = parse_spec(FLASH_NEXT)
+    assert (len(spec.moe_layers), spec.hidden, moe_of(spec)) == (48, 2560, MoeSpec(512, 10, 640, True))
+    attention = spec.layers[47].attention
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (24, 2, 256)
 
 
 @pytest.mark.parametrize("experts", [0, 1, 8])
@@ -165,6 +203,14 @@ def test_rope_kinds(scaling: dict[str, Any], rope: RopeSpec) -> None:
         ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
         ({"dtype": "float16"}, ["bfloat16", "float16", "contradicts"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"quantization_config": "NVFP4"}, ["quantization_config", "'NVFP4'"]),
+        ({"quantization_config": {}}, ["quantization_config", "None"]),
+        ({"quantization_config": {**MODELOPT, "quant_algo": "FP8"}}, ["modelopt", "'FP8'"]),
+        ({"quantization_config": {**MODELOPT, "group_size": 32}}, ["group_size", "32", "16"]),
+        ({"quantization_config": {**MODELOPT, "quant_algo": "MIXED_PRECISION"}}, ["quantization_config", "modelopt"]),
+        ({"quantization_config": mixed(experts="FP8")}, ["'FP8'"]),
+        ({"quantization_config": mixed(second="FP8")}, ["'NVFP4'", "'FP8'"]),
+        ({"quantization_config": MODELOPT, "num_experts": 0}, ["nvfp4", "without experts"]),
         ({"rope_theta": 0}, ["rope_theta", "0"]),
         ({"rope_theta": 1}, ["rope_theta", "1", "above 1"]),
         ({"rope_theta": float("inf")}, ["rope_theta", "inf"]),
@@ -208,7 +254,15 @@ JUNK = st.recursive(
     max_leaves=5,
 )
 KEYS = sorted(
-    {*HUB, "dtype", "num_local_experts", "rope_parameters", "layer_types", "original_max_position_embeddings"}
+    {
+        *HUB,
+        "dtype",
+        "num_local_experts",
+        "quantization_config",
+        "rope_parameters",
+        "layer_types",
+        "original_max_position_embeddings",
+    }
 )
 ROPE_KEYS = sorted(
     {"type", "rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", *YARN, *LLAMA3}
