@@ -1,7 +1,7 @@
 """Reads a checkpoint's weights, each byte once, in the order of the files, converting element types on the way."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from copyengine.checkpoint.model import DTYPES, Model
+from copyengine.checkpoint.parallel import run_all
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
 
@@ -63,17 +64,9 @@ def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.
 
     Straight from the file where its element type is the field's. ConfigError as for `read_dense`.
     """
-    batches = list(_batches(_pieces(model, layout)))
-    if not batches:
-        return 0
-    with ThreadPoolExecutor(min(READER_THREADS, len(batches)), "checkpoint-reader") as pool:
-        futures = [pool.submit(_read_batch, batch, banks, on_bytes) for batch in batches]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            if future.exception() is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
-                future.result()
-        return sum(future.result() for future in futures)
+    batches = _batches(_pieces(model, layout))
+    work = [partial(_read_batch, batch, banks, on_bytes) for batch in batches]
+    return sum(run_all(work, READER_THREADS, "checkpoint-reader"))
 
 
 def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:

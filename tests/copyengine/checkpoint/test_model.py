@@ -99,6 +99,29 @@ def test_random_weights_are_marked(tiny: Path, saved: Path) -> None:
     assert not open_model(saved / "moe8").random_weights
 
 
+NVFP4 = '{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}'
+
+
+def test_made_up_weights_need_no_files(tmp_path: Path, tiny: Path) -> None:
+    """Against the same model with its files, and with files that are damaged."""
+    (tmp_path / "bare").mkdir()
+    config = model_config(TINY)
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
+    whole, bare = open_model(tiny), open_model(tmp_path / "bare", load_format="dummy")
+    assert bare.spec == whole.spec and bare.random_weights
+    assert (bare.dense, bare.experts, dense_file_nbytes(bare), expert_file_nbytes(bare)) == ({}, (), 0, 0)
+    shards(tiny)[0].write_bytes(b"")
+    assert open_model(tiny, load_format="dummy").spec == whole.spec
+    del config["torch_dtype"]
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
+    assert open_model(tmp_path / "bare", load_format="dummy").spec.checkpoint_dtype == "bfloat16"
+
+
+def test_quantised_files_are_refused_and_made_up_ones_are_not(tiny: Path) -> None:
+    refused(tiny, "nvfp4", "--load-format dummy", overrides=NVFP4)
+    assert open_model(tiny, NVFP4, "dummy").spec.expert_format == "nvfp4"
+
+
 def refused(directory: Path, *words: str, overrides: str = "{}") -> None:
     with pytest.raises(ConfigError) as caught:
         open_model(directory, overrides)
