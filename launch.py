@@ -223,7 +223,8 @@ def preflight(config: LaunchConfig) -> tuple[Model, Budget]:
         )
     resolve(config.event_loop)
     reclaim_stale()
-    model = open_model(Path(config.model) if config.model else builtin_model(), config.hf_overrides)
+    directory = Path(config.model) if config.model else builtin_model()
+    model = open_model(directory, config.hf_overrides, config.load_format)
     return model, plan_memory(config, model)
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from copyengine.protocol import LoadFormat
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
 
@@ -22,6 +23,9 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: Annotated[Dtype, Meta(description="element type of weights and activations; auto is the checkpoint's")] = (
         "auto"
     )
+    load_format: Annotated[
+        LoadFormat, Meta(description="auto reads the checkpoint's weights; dummy makes them up from config.json alone")
+    ] = "auto"
     demand_tokens: Annotated[
         int,
         Meta(

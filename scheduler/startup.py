@@ -59,6 +59,8 @@ def load_request(config: SchedulerConfig) -> Load:
         slots=0 if config.slots == "auto" else config.slots,
         kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
         max_step_tokens=max(config.chunked_prefill_size, config.max_running_requests),
+        max_running=config.max_running_requests,
+        load_format=config.load_format,
         demand_prefill=config.demand_tokens > 0,
         deadline_s=config.ready_timeout_s,
     )

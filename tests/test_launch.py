@@ -17,6 +17,7 @@ FLAGS = {
     "--max-model-len": 0,
     "--kv-tokens": "auto",
     "--dtype": "auto",
+    "--load-format": "auto",
     "--device": "auto",
     "--host": "127.0.0.1",
     "--port": 5757,

@@ -10,6 +10,7 @@ from copyengine.wire.errors import ConfigError, PeerTimeout
 from scheduler import startup
 from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import engine, on_loop
+from worker.protocol import Load
 
 
 def test_a_dense_model_has_no_threshold_and_the_log_says_so_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -32,6 +33,20 @@ def test_workers_give_up_before_the_scheduler_does(model: Path) -> None:
             assert rig.worker.loads[0].deadline_s == 7.0 < 7.0 + startup.LOAD_MARGIN_S
 
     on_loop("selector", main)
+
+
+def test_workers_are_asked_for_what_was_set(model: Path) -> None:
+    """Against the settings, spelt out."""
+    config = SchedulerConfig(
+        model=str(model), workers="", load_format="dummy", slots=200, kv_tokens=64, max_running_requests=5,
+        chunked_prefill_size=3, demand_tokens=0, dtype="bfloat16", hf_overrides='{"a": 1}', ready_timeout_s=9.0,
+    )  # fmt: skip
+    assert startup.load_request(config) == Load(
+        model=str(model), load_format="dummy", slots=200, kv_tokens=64, max_running=5, max_step_tokens=5,
+        demand_prefill=False, dtype="bfloat16", hf_overrides='{"a": 1}', deadline_s=9.0,
+    )  # fmt: skip
+    auto = startup.load_request(SchedulerConfig(model=str(model), workers=""))
+    assert (auto.load_format, auto.slots, auto.kv_tokens, auto.max_running) == ("auto", 0, 0, 16)
 
 
 def test_a_worker_that_is_not_there_is_given_up_and_the_setting_named(
