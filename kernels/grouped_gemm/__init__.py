@@ -60,11 +60,15 @@ def grouped_gemm_slots(
     span: torch.Tensor,
     max_routed: int,
     out_rows: torch.Tensor,
+    arranged: bool = False,
+    mid: torch.Tensor | None = None,
 ) -> None:
-    """`grouped_gemm` over the experts `span[0] .. span[1] - 1`, with everything that decides on the device.
+    """`grouped_gemm` over the experts `span[0] .. span[1] - 1` that have a slot; what decides is on the device.
 
     `blocks` are cut to `block_rows(...)`; `slot_of` [E] int32 is each expert's slot, read for experts of the span that
-    have routes; `span` [2] int32; `max_routed` is a bound on the number of those experts, which only sizes the launch.
+    have routes, and negative for those to leave out (their rows are left alone); `span` [2] int32; `max_routed` is a
+    bound on the number of experts of the span that have routes, which only sizes the launch. `arranged` says that x
+    comes from `arrange`, `mid` [T * K, I] like x is space to work in, made anew if it is None.
     On a CUDA device nothing waits for it, x for nvfp4 is bfloat16, and values in tensors are not checked. The values
     of a row depend on x and the routing of the whole step, never on slots or on how the experts are cut into spans.
     ValueError for shapes or types that do not fit together.
@@ -79,17 +83,31 @@ def grouped_gemm_slots(
         raise ValueError(f"blocks must have {tiles.gate_up.block_m} rows, not {blocks.block_rows}")
     if not 0 <= max_routed <= num_experts:
         raise ValueError(f"max_routed must be in 0..{num_experts}, not {max_routed}")
+    if mid is not None:
+        _expect("mid", mid, (tokens * k, layout.intermediate), x.dtype)
     if not x.is_cuda:
         ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows)
         return
     if layout.format == "nvfp4" and x.dtype != torch.bfloat16:
         raise ValueError(f"x must be torch.bfloat16 for nvfp4 on a CUDA device, not {x.dtype}")
-    if not (pool.is_contiguous() and out_rows.is_contiguous()):
-        raise ValueError("pool and out_rows must be contiguous")
+    if mid is None:
+        mid = torch.empty(tokens * k, layout.intermediate, dtype=x.dtype, device=x.device)
+    if not (pool.is_contiguous() and out_rows.is_contiguous() and mid.is_contiguous()):
+        raise ValueError("pool, out_rows and mid must be contiguous")
     from kernels.grouped_gemm import tri
 
+    left = x if arranged else arrange(x, layout)
     grid_blocks = max_blocks(tokens * k, max_routed, blocks.block_rows)
-    tri.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, out_rows)
+    tri.grouped_gemm_slots(left, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, mid, out_rows)
+
+
+def arrange(x: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+    """x [T, H] as the kernels read it: done once for a layer, it need not be done by each `grouped_gemm_slots`."""
+    if not x.is_cuda or layout.format != "nvfp4":
+        return x
+    from kernels.grouped_gemm import tri
+
+    return tri.even_first(x)
 
 
 def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:

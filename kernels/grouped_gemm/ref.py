@@ -78,8 +78,9 @@ def grouped_gemm_slots(
 ) -> None:
     begin, end = span.tolist()
     starts = blocks.starts.tolist()
-    experts = [expert for expert in range(begin, end) if starts[expert] < starts[expert + 1]]
-    slots = [int(slot_of[expert]) for expert in experts]
+    slot = slot_of.tolist()
+    experts = [e for e in range(begin, end) if starts[e] < starts[e + 1] and slot[e] >= 0]
+    slots = [slot[e] for e in experts]
     grouped_gemm(x, weights, Alignment(blocks.routes, _offsets(blocks)), pool, layout, experts, slots, out_rows)
 
 

@@ -61,14 +61,13 @@ def grouped_gemm_slots(
     span: torch.Tensor,
     grid_blocks: int,
     tiles: Tiles,
+    mid: torch.Tensor,
     out_rows: torch.Tensor,
 ) -> None:
+    """`x` as `kernels.grouped_gemm.arrange` gives it."""
     if grid_blocks == 0:
         return
     x, weights, k = x.contiguous(), weights.contiguous(), weights.shape[1]
-    mid = torch.empty(out_rows.shape[0], layout.intermediate, dtype=x.dtype, device=x.device)
-    if layout.format == "nvfp4":
-        x = even_first(x)
     gate_up(x, blocks, grid_blocks, span, slot_of, pool, layout, k, tiles.gate_up, mid)
     down(mid, weights, blocks, grid_blocks, span, slot_of, pool, layout, tiles.down, out_rows)
 
@@ -134,7 +133,8 @@ def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def even_first(x: torch.Tensor) -> torch.Tensor:
     """[T, H] with the even columns first."""
-    return x.view(x.shape[0], -1, 2).transpose(1, 2).contiguous().view(x.shape)
+    tokens, hidden = x.shape
+    return x.reshape(tokens, hidden // 2, 2).transpose(1, 2).contiguous().view(tokens, hidden)
 
 
 def gate_up_arguments(layout: RecordLayout, k: int, tile: Tile, decode_by_bits: bool = True) -> dict[str, Any]:
@@ -235,7 +235,10 @@ def _gate_up(
     block = tl.load(starts_ptr + tl.load(span_ptr)) + pid // tiles
     if block >= tl.load(starts_ptr + tl.load(span_ptr + 1)):
         return
-    record = pool_ptr + tl.load(slot_of_ptr + tl.load(expert_ptr + block)).to(tl.int64) * RECORD
+    slot = tl.load(slot_of_ptr + tl.load(expert_ptr + block))
+    if slot < 0:
+        return
+    record = pool_ptr + slot.to(tl.int64) * RECORD
     first = tl.load(first_ptr + block)
     m = tl.arange(0, BLOCK_M)
     live = m < tl.load(rows_ptr + block)
@@ -325,7 +328,10 @@ def _down(
     block = tl.load(starts_ptr + tl.load(span_ptr)) + pid // tiles
     if block >= tl.load(starts_ptr + tl.load(span_ptr + 1)):
         return
-    record = pool_ptr + tl.load(slot_of_ptr + tl.load(expert_ptr + block)).to(tl.int64) * RECORD
+    slot = tl.load(slot_of_ptr + tl.load(expert_ptr + block))
+    if slot < 0:
+        return
+    record = pool_ptr + slot.to(tl.int64) * RECORD
     first = tl.load(first_ptr + block)
     m = tl.arange(0, BLOCK_M)
     live = m < tl.load(rows_ptr + block)

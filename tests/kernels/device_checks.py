@@ -3,7 +3,7 @@
 import torch
 
 from kernels.formats import RecordLayout, layout
-from kernels.grouped_gemm import block_rows, combine, grouped_gemm_slots, ref
+from kernels.grouped_gemm import arrange, block_rows, combine, grouped_gemm_slots, ref
 from kernels.moe_align import Blocks, blocks, moe_align
 from tests.kernels.expert_records import Experts
 
@@ -69,6 +69,28 @@ def bits(format_name: str, tokens: int, num_experts: int, k: int, hidden: int, i
         rows = run(x, weights, table, poisoned, record, slot_of.to(torch.int32), query)
         assert torch.equal(rows, plain), (format_name, tokens, query)
     assert torch.equal(one_query_in_slots(x, weights, table, pool, record, 3), plain), (format_name, tokens)
+    without(x, weights, chosen, poisoned, record, slot_of.to(torch.int32), plain)
+
+
+def without(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    pool: torch.Tensor,
+    record: RecordLayout,
+    slot_of: torch.Tensor,
+    plain: torch.Tensor,
+) -> None:
+    """Experts without a slot are left out, the other rows are `plain`'s; x arranged before, and space given."""
+    table = table_of(chosen, slot_of.shape[0], record)
+    some = torch.where(torch.arange(slot_of.shape[0], device="cuda") % 3 == 1, -1, slot_of).to(torch.int32)
+    absent = some[chosen.flatten().long()] < 0
+    span = torch.tensor([0, slot_of.shape[0]], dtype=torch.int32, device="cuda")
+    rows = torch.full_like(plain, float("nan"))
+    mid = torch.full((plain.shape[0], record.intermediate), float("nan"), dtype=x.dtype, device="cuda")
+    left = arrange(x, record)
+    grouped_gemm_slots(left, weights, table, pool, record, some, span, slot_of.shape[0], rows, arranged=True, mid=mid)
+    assert rows[absent].isnan().all() and torch.equal(rows[~absent], plain[~absent])
 
 
 def one_query_in_slots(

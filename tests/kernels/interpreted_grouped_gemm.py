@@ -21,8 +21,8 @@ TILE = Tile(block_m=16, block_n=32, block_k=32, stages=1, warps=4)
 def run(
     experts: Experts, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, order: list[int], cuts: list[int]
 ) -> torch.Tensor:
-    """Rows with expert e in slot order[e], and a launch for each span between `cuts`."""
-    pool = experts.pool(max(order) + 2, dict(enumerate(order)))
+    """Rows with expert e in slot order[e], in none if that is negative, and a launch for each span between `cuts`."""
+    pool = experts.pool(max(order) + 2, {expert: slot for expert, slot in enumerate(order) if slot >= 0})
     table = blocks(moe_align(chosen, experts.count), TILE.block_m)
     slot_of = torch.tensor(order, dtype=torch.int32)
     rows = torch.full((chosen.numel(), experts.layout.hidden), float("nan"))
@@ -61,6 +61,9 @@ for format_name, hidden, intermediate, count, tokens in (
     assert torch.equal(moved, plain)
     first = run(experts, x, weights, chosen, list(range(count)), [0, 1])
     assert torch.equal(first.isnan().all(1), chosen.flatten() != 0)  # the others' rows are left alone
+    without = run(experts, x, weights, chosen, [e if e != 1 else -1 for e in range(count)], [0, count])
+    absent = chosen.flatten() == 1
+    assert without[absent].isnan().all() and torch.equal(without[~absent], plain[~absent])
 
 rows = torch.randn(6, 1030, generator=torch.Generator().manual_seed(1))
 assert torch.equal(tri.combine(rows, 2), ref.combine(rows, 2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.formats import RecordLayout, layout
-from kernels.grouped_gemm import block_rows, combine, cost, grouped_gemm, grouped_gemm_slots
+from kernels.grouped_gemm import arrange, block_rows, combine, cost, grouped_gemm, grouped_gemm_slots
 from kernels.moe_align import Alignment, blocks, moe_align
 from kernels.topk_route import topk_route
 from tests.kernels import device_checks
@@ -189,6 +189,29 @@ def test_nvfp4_rows_are_those_of_float64(tokens: int, dtype: torch.dtype) -> Non
         assert torch.equal(again, rows)
 
 
+def test_experts_without_a_slot_are_left_out() -> None:
+    """Against the run in which all have one: its rows, and the marks of before for the absent expert's."""
+    generator = torch.Generator().manual_seed(0)
+    experts = Experts("float32", 16, 8, 6, generator)
+    x = torch.randn(9, 16, generator=generator)
+    weights, chosen = topk_route(torch.randn(9, 6, generator=generator), 2, True)
+    table = blocks(moe_align(chosen, 6), block_rows(9, 2, 6, experts.layout))
+    pool, span = experts.pool(6, {e: e for e in range(6)}), torch.tensor([0, 6], dtype=torch.int32)
+
+    def run(slot_of: torch.Tensor, **how: object) -> torch.Tensor:
+        rows = torch.full((18, 16), 7.0)
+        grouped_gemm_slots(x, weights, table, pool, experts.layout, slot_of, span, 6, rows, **how)  # type: ignore[arg-type]
+        return rows
+
+    slot_of = torch.arange(6, dtype=torch.int32)
+    plain = run(slot_of)
+    absent = chosen.flatten() == chosen[0, 0]
+    slot_of[chosen[0, 0]] = -1
+    assert torch.equal(run(slot_of), torch.where(absent[:, None], 7.0, plain))
+    again = run(slot_of, arranged=True, mid=torch.empty(18, 8))
+    assert torch.equal(again, run(slot_of)) and arrange(x, experts.layout) is x
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -197,6 +220,7 @@ def test_nvfp4_rows_are_those_of_float64(tokens: int, dtype: torch.dtype) -> Non
         ({"blocks": blocks(moe_align(torch.zeros(3, 2, dtype=torch.int32), 4), 8)}, "16 rows, not 8"),
         ({"max_routed": 5}, r"0\.\.4, not 5"),
         ({"x": torch.zeros(3, 16, dtype=torch.float16)}, "x must"),
+        ({"mid": torch.zeros(6, 16)}, "mid must"),
     ],
 )
 def test_arguments_of_slots_that_do_not_fit_are_refused(change: dict[str, object], match: str) -> None:
