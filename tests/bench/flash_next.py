@@ -48,21 +48,24 @@ TOKENIZER_VOCAB = 1_600
 """About as many tokens as the text that it is trained on gives; ids above them have no text."""
 
 
-def sizes(small: bool, layers: int | None, vocab_size: int | None = None) -> Sizes:
-    """FULL or SMALL, with other numbers of layers and tokens if they are given."""
-    base = SMALL if small else FULL
-    return replace(base, layers=layers or base.layers, vocab_size=vocab_size or base.vocab_size)
-
-
 def config(of: Sizes) -> dict[str, object]:
     """config.json: the experts are ModelOpt's NVFP4, all else is bfloat16."""
     quantisation = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
     return {**model_config(of), "rope_theta": 10_000_000.0, "quantization_config": quantisation}
 
 
-def write(directory: Path, of: Sizes) -> None:
-    """The files, into `directory`, which exists."""
+def write_flash_next(
+    directory: Path, layers: int | None = None, vocab_size: int | None = None, small: bool = False
+) -> Sizes:
+    """Write the files into `directory`, which exists: FULL or SMALL, with another number of layers or tokens."""
+    base = SMALL if small else FULL
+    of = replace(base, layers=layers or base.layers, vocab_size=vocab_size or base.vocab_size)
     _write_json(directory / "config.json", config(of))
+    _write_tokenizer(directory, of)
+    return of
+
+
+def _write_tokenizer(directory: Path, of: Sizes) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": [2, 0], "pad_token_id": 0})
     _write_json(
         directory / "tokenizer_config.json",
@@ -94,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true", help="a geometry for a processor")
     stated = parser.parse_args(argv)
     stated.directory.mkdir(parents=True, exist_ok=True)
-    write(stated.directory, sizes(stated.small, stated.layers, stated.vocab))
+    write_flash_next(stated.directory, stated.layers, stated.vocab, stated.small)
     print(f"python launch.py --model {stated.directory} --load-format dummy")
     return 0
 
