@@ -1,4 +1,8 @@
-"""topk_route against numpy in float64 and a brute-force pick."""
+"""topk_route against numpy in float64 and a brute-force pick; the Triton kernel against that and the reference."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.topk_route import topk_route
+
+ROOT = Path(__file__).parents[2]
 
 
 def brute_force(logits: np.ndarray, k: int, renormalise: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -63,3 +69,73 @@ def test_impossible_arguments_are_refused(logits: torch.Tensor, k: int) -> None:
     """Against the docstring."""
     with pytest.raises(ValueError, match=r"k must|logits must"):
         topk_route(logits, k, False)
+
+
+def test_the_triton_kernel_in_the_interpreter() -> None:
+    """Against the reference, with many ties; what is not a number still goes to experts that there are."""
+    pytest.importorskip("triton")
+    script = [sys.executable, "-m", "tests.kernels.interpreted_topk_route"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (60, 4), (512, 10), (4096, 32)])
+def test_the_triton_kernel_compiles_for_hopper(num_experts: int, k: int) -> None:
+    """Against the shared memory and registers of sm_90."""
+    pytest.importorskip("triton")
+    from kernels.topk_route import tri
+    from tests.kernels.compiled_for import expect_fits
+
+    types = {"weights_ptr": "*fp32", "experts_ptr": "*i32", "token_stride": "i32", "expert_stride": "i32"}
+    for dtype in ("*bf16", "*fp32"):
+        arguments = tri.launch_arguments(num_experts, k, True)
+        expect_fits(tri._topk_route, types | {"logits_ptr": dtype}, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 129, 1324])
+@pytest.mark.parametrize(
+    ("num_experts", "k"), [(1, 1), (2, 2), (60, 4), (127, 8), (128, 8), (129, 32), (512, 10), (513, 10), (4096, 32)]
+)
+def test_the_device_s_routes_are_those_of_float64(dtype: torch.dtype, tokens: int, num_experts: int, k: int) -> None:
+    """Against float64: the weights are those of the experts named, and no expert left out is likelier than one named.
+
+    Experts whose probabilities float32 cannot tell apart may stand in either order.
+    """
+    generator = torch.Generator().manual_seed(num_experts)
+    logits = (torch.randn(tokens, num_experts, generator=generator) * 3).to(dtype)
+    for renormalise in (False, True):
+        weights, experts = (out.cpu() for out in topk_route(logits.cuda(), k, renormalise))
+        assert weights.shape == experts.shape == (tokens, k)
+        exact = torch.softmax(logits.double(), dim=1)
+        named = exact.gather(1, experts.long())
+        best = exact.topk(k, dim=1).values
+        assert all(len(set(row)) == k for row in experts.tolist())
+        torch.testing.assert_close(named, best, atol=1e-9, rtol=1e-5)
+        expected = named / named.sum(1, keepdim=True) if renormalise else named
+        torch.testing.assert_close(weights.double(), expected, atol=1e-9, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_experts", "k"), [(40, 8), (512, 10), (2100, 32)])
+def test_the_device_gives_equal_logits_to_the_lower_expert(num_experts: int, k: int) -> None:
+    """Against the reference on the CPU, on logits that are mostly ties: the experts are equal, and so alone."""
+    logits = torch.randint(-2, 3, (200, num_experts), generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)
+    weights, experts = topk_route(logits.cuda(), k, True)
+    assert torch.equal(experts.cpu(), topk_route(logits, k, True)[1])
+    alone = topk_route(logits[7:8].cuda(), k, True)
+    assert torch.equal(alone[0], weights[7:8]) and torch.equal(alone[1], experts[7:8])
+
+
+@pytest.mark.gpu
+def test_the_device_names_experts_that_there_are_also_for_logits_that_are_not_numbers() -> None:
+    """Against the docstring, and its limits."""
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        logits = torch.zeros(2, 40, device="cuda")
+        logits[0], logits[1, :3] = bad, bad
+        for row in topk_route(logits, 8, True)[1].tolist():
+            assert len(set(row)) == 8 and 0 <= min(row) <= max(row) < 40
+    for num_experts, k in ((4097, 1), (64, 33)):
+        with pytest.raises(ValueError, match="k must be at most 32 of 4096"):
+            topk_route(torch.zeros(1, num_experts, device="cuda"), k, True)
