@@ -44,10 +44,20 @@ def gpu_conditions(name: str) -> str:
 
 def keep(name: str, text: str) -> Path:
     """Write results/`machine`_`month`_`name`.md; its path."""
-    machine = "-".join("".join(c if c.isalnum() else " " for c in cpu_name().lower()).split())
-    path = RESULTS / f"{machine}_{time.strftime('%Y%m')}_{name}.md"
+    path = path_of(name)
     path.write_text(text + "\n", "utf-8")
     return path
+
+
+def path_of(name: str, machine: str = "") -> Path:
+    """results/`machine`_`month`_`name`.md; without a machine's name it is this one's processor."""
+    machine = "-".join("".join(c if c.isalnum() else " " for c in (machine or cpu_name()).lower()).split())
+    return RESULTS / f"{machine}_{time.strftime('%Y%m')}_{name}.md"
+
+
+def gpu_name() -> str:
+    """The first GPU, as its driver names it; nothing without one."""
+    return output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
 
 
 def cpu_name() -> str:
