@@ -15,11 +15,21 @@ ring records and flags included, and waits for nobody: the same tables after it 
 from torch import Tensor
 
 from kernels.admit import ref
-from kernels.admit.device import DeviceAdmission, check_layer, launches, most_queries, new_device_admission
+from kernels.admit.device import (
+    ERROR,
+    FAILED,
+    DeviceAdmission,
+    check_layer,
+    launches,
+    most_queries,
+    new_device_admission,
+)
 from kernels.admit.state import ABSENT, AdmissionState, Cut, new_state
 
 __all__ = [
     "ABSENT",
+    "ERROR",
+    "FAILED",
     "AdmissionState",
     "Cut",
     "DeviceAdmission",
@@ -59,16 +69,25 @@ def invalidate(state: AdmissionState, layer: int, experts: Tensor) -> None:
     ref.invalidate(state, layer, experts)
 
 
-def admit_layer(state: AdmissionState, device: DeviceAdmission, layer: int, offsets: Tensor, index: int = 0) -> None:
+def admit_layer(
+    state: AdmissionState,
+    device: DeviceAdmission,
+    layer: int,
+    offsets: Tensor,
+    index: int = 0,
+    count_routing: bool = False,
+) -> None:
     """Admit the experts of a step's layer, those with offsets[e + 1] > offsets[e], on the device of the tables.
 
     `offsets` [E + 1] int32 is the layer's alignment. With `index` 0 the layer is cut and, if it fits, admitted whole;
     of an over-full one only query 0. The launches of `index` 1, 2, ... up to `launches` follow in the same stream, each
     after the GEMM over the query before, with the same offsets; where there is no such query they do nothing.
     Query i has flag i: landed at once if it has no misses, else cleared and rung. Flags of queries that the layer does
-    not have are set too, so that a captured graph may wait for all. ValueError for what `check_layer` refuses.
+    not have are set too, so that a captured graph may wait for all. `device.spans` bounds the experts of each query.
+    `count_routing` adds the layer's distinct experts to `device.routing` (with `index` 0).
+    ValueError for what `check_layer` refuses.
     """
     check_layer(state, layer, offsets, index)
     from kernels.admit import tri
 
-    tri.admit_layer(state, device, layer, offsets, index)
+    tri.admit_layer(state, device, layer, offsets, index, count_routing)

@@ -11,27 +11,37 @@ MAX_EXPERTS = 4096
 MAX_SLOTS = 32768
 MAX_PAIRS = 128
 SPIN_LIMIT = 1 << 24
-"""Looks at a full ring before giving up: over PCIe one takes about a microsecond, so this is some 20 s."""
+"""Looks at a full ring before giving up: over PCIe one takes a microsecond or two, so this is half a minute at most."""
 
 STATS = ("hits", "misses", "queries")
+CONTROL_WORDS = 6
 ERROR = 2
 """Word of `control` that is not 0 after a ring stayed full: from then on nothing is rung, and every query with misses
-has its flag at 2 (did not land) and its experts in the tables all the same: `invalidate` them."""
+has its flag at 2 (did not land) and its experts in the tables all the same: `invalidate` them. The host may set it, by
+a write on another stream, at any time; a launch that waits for room in the ring sees it and gives up."""
+FAILED = 5
+"""Word of `control` that is 1 once a launch has found a flag above 1 (landed) of those that it was about to set anew:
+copies of some launch before did not land. Only the host clears it."""
 
 
 @dataclass(frozen=True)
 class DeviceAdmission:
     """Buffers of `admit_layer`, all on the device of the tables; one launch at a time uses them.
 
-    `query_of` and `table` are the last layer's: the query of each of its distinct experts, and the slot of those that
-    the last launch admitted (all of them, or of an over-full layer one query's); ABSENT for the other experts.
+    `query_of`, `table` and `spans` are the last layer's: the query of each of its distinct experts; the slot of those
+    that the last launch admitted (all of them, or of an over-full layer one query's), ABSENT for the other experts; and
+    bounds for each query that there can be. If the layer fits, query q's experts are the routed ones among
+    `spans[q, 0] .. spans[q, 1] - 1`; if not, each query has (0, E), and its experts are those that `table` has. Queries
+    that do not exist have (0, 0). `routing` counts, by layer, how often an expert was one of a layer's distinct ones.
     """
 
     query_of: Tensor  # [E] int32
     table: Tensor  # [E] int32
+    spans: Tensor  # [most_queries(E, S, max_query), 2] int32
+    routing: Tensor  # [L, E] int64
     stats: Tensor  # [3] int64: see STATS
-    control: Tensor  # [5] int32: see kernels.admit.tri
-    flags: Tensor  # [F] int32, the waiting stream's: 0 not yet, 1 landed, 2 did not land
+    control: Tensor  # [CONTROL_WORDS] int32: see kernels.admit.tri_ring
+    flags: Tensor  # [F] int32, the waiting stream's: 0 not yet, 1 landed, more: did not land
     first_flag: int  # what the reader of the ring calls flags[0]
     scratch: tuple[Tensor, Tensor, Tensor, Tensor]  # [S] int32, [min(E, S)] int64, int32, int32
     ring: int  # address of the ring for the device
@@ -85,12 +95,14 @@ def new_device_admission(
     def zeros(n: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(n, dtype=dtype, device=device)
 
-    control = zeros(5)
+    control = zeros(CONTROL_WORDS)
     control[:2] = (first_record & 0xFFFFFFFF) - ((first_record & 0x80000000) << 1)
     most = min(experts, slots)
     return DeviceAdmission(
         query_of=torch.full((experts,), ABSENT, dtype=torch.int32, device=device),
         table=torch.full((experts,), ABSENT, dtype=torch.int32, device=device),
+        spans=zeros(2 * need).view(need, 2),
+        routing=torch.zeros_like(state.slot_of, dtype=torch.int64),
         stats=zeros(len(STATS), torch.int64),
         control=control,
         flags=flags,

@@ -6,24 +6,36 @@ thread), and a program of its own needs no barrier across the grid. The victims 
 search: their ages do not change while the layer is admitted, because what a query hits or takes is protected from the
 next. So the M oldest slots are found by bisection over ages (at most 31 passes of a compare and a sum), compacted in
 slot order by one prefix sum, and, if there are several queries, sorted by age and dealt out in that order.
+
+A layer whose experts are all there, which most are in decode, takes one round of loads, one sum and one of stores.
 """
 
+import functools
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.admit.device import MAX_PAIRS, DeviceAdmission
+from kernels.admit.device import MAX_PAIRS, DeviceAdmission, most_queries
 from kernels.admit.state import AdmissionState
-
-HEAD, CONSUMED, ERROR, QUERIES, AT_ONCE = (tl.constexpr(i) for i in range(5))
-"""Words of `control`: number of the next record, of the reader as last seen, error, and the layer's cut."""
-
-RING_FULL = tl.constexpr(1)
-CLEARED, LANDED, FAILED = (tl.constexpr(i) for i in range(3))
-RING_CONSUMED, RING_CELLS, CELL_WORDS, CELL_PAIRS = (tl.constexpr(i) for i in (16, 48, 272, 16))
-"""Words of the ring, as its reader in the copy engine has them."""
+from kernels.admit.tri_ring import (
+    AT_ONCE,
+    CLEARED,
+    CONSUMED,
+    DEMAND,
+    ERROR,
+    HEAD,
+    LANDED,
+    NOT_LANDED,
+    QUERIES,
+    cell_of,
+    note_failures,
+    store_release,
+    wait_for_room,
+    write_header,
+    write_pairs,
+)
 
 OLDEST = tl.constexpr(2**31 - 2)
 CHUNK = 8192
@@ -38,65 +50,60 @@ SCALARS = [
     "experts",
     "slots",
     "max_query",
+    "num_spans",
     "num_flags",
     "first_flag",
 ]
 
 
 @triton.jit
-def load_acquire(address, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """A word of host memory, read once and given to all threads. No atomic: over PCIe one could undo a host write."""
-    lane = tl.arange(0, THREADS)
-    if PTX:
-        value = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0; @p ld.acquire.sys.global.b32 $0, [$1]; }",
-            "=&r,l,r",
-            [address, lane],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        value = tl.where(lane == 0, tl.load(address.to(tl.pointer_type(tl.int32))), 0)
-    return tl.sum(value)
+def cut_layer(
+    routed,
+    slot,
+    distinct,
+    query_of,
+    spans,
+    control,
+    experts,
+    slots,
+    max_query,
+    num_spans,
+    BLOCK_E: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """The query of each of the layer's distinct experts, -1 for the others, and how many queries there are.
 
-
-@triton.jit
-def store_release(address, word, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """Write a word of host memory from one thread, after all that the program wrote before."""
-    tl.debug_barrier()
-    if PTX:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.eq.s32 p, $3, 0; @p st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r,r",
-            [address, word, tl.arange(0, THREADS)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(address.to(tl.pointer_type(tl.int32)), word)
-
-
-@triton.jit
-def cut_layer(offsets, row, query_of, control, experts, slots, max_query, BLOCK_E: tl.constexpr):
-    """Number the queries of the layer's distinct experts, -1 for the others, into `query_of`."""
-    e = tl.arange(0, BLOCK_E)
-    in_row = e < experts
-    routed = in_row & (tl.load(offsets + e + 1, in_row, 0) > tl.load(offsets + e, in_row, 0))
-    distinct = tl.sum(routed.to(tl.int32))
-    at_once = distinct <= slots
-    resident = tl.load(row + e, in_row, -1) >= 0
-    first = routed & resident & (distinct > slots)  # of an over-full layer what is resident comes first
-    later = routed & (first == 0)
+    Kept for the launches that follow, with the bounds of the queries' experts. One query needs no prefix sum.
+    """
     longest = tl.minimum(max_query, slots)
-    ranks = tl.cumsum(first.to(tl.int32) + (later.to(tl.int32) << 16), 0)
-    first_queries = tl.cdiv(tl.sum(first.to(tl.int32)), longest)
-    later_queries = tl.cdiv(tl.sum(later.to(tl.int32)), longest)
-    number = tl.where(first, ((ranks & 0xFFFF) - 1) // longest, first_queries + ((ranks >> 16) - 1) // longest)
-    tl.store(query_of + e, tl.where(routed, number, -1), in_row)
-    tl.store(control + QUERIES, first_queries + later_queries)
-    tl.store(control + AT_ONCE, at_once.to(tl.int32))
+    q = tl.arange(0, BLOCK_Q)
+    tl.store(spans + 2 * q, 0, q < num_spans)
+    if distinct <= longest:
+        query = tl.where(routed, 0, -1)
+        queries = tl.minimum(distinct, 1)
+        tl.store(spans + 2 * q + 1, tl.where(q < queries, experts, 0), q < num_spans)
+    else:
+        fits = distinct <= slots
+        first = routed & (slot >= 0) & (fits == 0)  # of an over-full layer what is resident comes first
+        later = routed & (first == 0)
+        ranks = tl.cumsum(first.to(tl.int32) + (later.to(tl.int32) << 16), 0)
+        firsts = tl.sum(first.to(tl.int32))
+        first_queries = tl.cdiv(firsts, longest)
+        rank = tl.where(first, ranks & 0xFFFF, ranks >> 16) - 1
+        query = tl.where(routed, tl.where(first, 0, first_queries) + rank // longest, -1)
+        queries = first_queries + tl.cdiv(distinct - firsts, longest)
+        tl.store(spans + 2 * q + 1, tl.where(q < queries, experts, 0), q < num_spans)
+        if fits:
+            e = tl.arange(0, BLOCK_E)
+            bound = (query > 0) & (rank % longest == 0)
+            tl.debug_barrier()
+            tl.store(spans + 2 * query, e, bound)
+            tl.store(spans + 2 * query - 1, e, bound)
+    e = tl.arange(0, BLOCK_E)
+    tl.store(query_of + e, query, e < experts)
+    tl.store(control + QUERIES, queries)
+    tl.store(control + AT_ONCE, (distinct <= slots).to(tl.int32))
+    return query, queries
 
 
 @triton.jit
@@ -190,16 +197,12 @@ def move_in(
 
 
 @triton.jit
-def write_record(ring, head, capacity, flag, layer, missing, victims, start, n, MAX_PAIRS: tl.constexpr):
+def write_record(cell, flag, layer, missing, victims, start, n, MAX_PAIRS: tl.constexpr):
     """The body of a demand record: all but its sequence number."""
-    cell = ring.to(tl.pointer_type(tl.int32)) + ((head & (capacity - 1)) * CELL_WORDS + RING_CELLS)
-    word = tl.arange(0, 4)
-    tl.store(cell + 1 + word, tl.where(word == 0, flag, tl.where(word == 2, layer, tl.where(word == 3, n, 0))))
+    write_header(cell, flag, DEMAND, layer, n)
     i = tl.arange(0, MAX_PAIRS)
     expert = tl.load(missing + start + i, i < n, 0)
-    slot = tl.load(victims + start + i, i < n, 0)
-    pairs = (cell + CELL_PAIRS).to(tl.pointer_type(tl.int64))
-    tl.store(pairs + i, expert.to(tl.int64) | (slot.to(tl.int64) << 32), i < n)
+    write_pairs(cell, i, expert, tl.load(victims + start + i, i < n, 0), i < n)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -211,9 +214,11 @@ def admit_kernel(
     clock,  # [] int64
     query_of,  # [E] int32
     table,  # [E] int32
+    spans,  # [Q, 2] int32
+    routing,  # [L, E] int64
     flags,  # [F] int32
     stats,  # [3] int64
-    control,  # [5] int32
+    control,  # [6] int32
     ages,  # [S] int32, scratch as the next three
     oldest,  # [min(E, S)] int64
     missing,  # [min(E, S)] int32
@@ -226,92 +231,110 @@ def admit_kernel(
     experts,
     slots,
     max_query,
+    num_spans,
     num_flags,
     first_flag,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_F: tl.constexpr,
     MAX_PAIRS: tl.constexpr,
     THREADS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     row = slot_of + layer * experts
-    ring_address = ring.to(tl.int64)
-    if index == 0:
-        cut_layer(offsets, row, query_of, control, experts, slots, max_query, BLOCK_E)
-    tl.debug_barrier()
     e = tl.arange(0, BLOCK_E)
     in_row = e < experts
-    query = tl.load(query_of + e, in_row, -1)
     slot = tl.load(row + e, in_row, -1)
-    queries = tl.load(control + QUERIES)
-    at_once = tl.load(control + AT_ONCE)
     now = tl.load(clock)
-    error = tl.load(control + ERROR)
-    head = tl.load(control + HEAD)
-    consumed = tl.load(control + CONSUMED)
-    tl.debug_barrier()  # from here on the tables change
+    i = tl.arange(0, 4)
+    counters = tl.load(stats + i, i < 3, 0)
 
     # This launch admits queries index..end - 1: all that the layer has, or of an over-full layer one.
-    end = tl.where(at_once != 0, tl.where(index == 0, queries, 0), tl.minimum(index + 1, queries))
-    member = (query >= index) & (query < end)
+    if FIRST:
+        routed = in_row & (tl.load(offsets + e + 1, in_row, 0) > tl.load(offsets + e, in_row, 0))
+        if COUNT:
+            times = tl.load(routing + layer * experts + e, routed, 0)
+            tl.store(routing + layer * experts + e, times + 1, routed)
+        note_failures(flags, control, num_flags, BLOCK_F)
+        counts = tl.sum(routed.to(tl.int32) + ((routed & (slot < 0)).to(tl.int32) << 16))
+        distinct = counts & 0xFFFF
+        query, queries = cut_layer(
+            routed, slot, distinct, query_of, spans, control, experts, slots, max_query, num_spans, BLOCK_E, BLOCK_Q
+        )
+        end = tl.where(distinct <= slots, queries, 1)
+        member = (query >= 0) & (query < end)
+        if distinct > slots:
+            counts = tl.sum(member.to(tl.int32) + ((member & (slot < 0)).to(tl.int32) << 16))
+    else:
+        note_failures(flags, control, num_flags, BLOCK_F)
+        query = tl.load(query_of + e, in_row, -1)
+        queries = tl.load(control + QUERIES)
+        end = tl.where(tl.load(control + AT_ONCE) != 0, 0, tl.minimum(index + 1, queries))
+        member = (query >= index) & (query < end)
+        counts = tl.sum(member.to(tl.int32) + ((member & (slot < 0)).to(tl.int32) << 16))
+    misses = counts >> 16
     hit = member & (slot >= 0)
     miss = member & (slot < 0)
-    misses = tl.sum(miss.to(tl.int32))
-    if index == 0:
-        f = tl.arange(0, BLOCK_F)
-        tl.store(flags + f, LANDED, (f >= queries) & (f < num_flags))
+    f = tl.arange(0, BLOCK_F)
+    landed = (f >= index) & (f < end) & (misses == 0)
+    if FIRST:
+        landed = landed | (f >= queries)
+    tl.store(flags + f, LANDED, landed & (f < num_flags))
+
     if misses > 0:
+        tl.debug_barrier()  # from here on the tables change
         tl.store(missing + tl.cumsum(miss.to(tl.int32), 0) - 1, e, miss)
         write_ages(ages, owner, last_used, query_of, now, layer, index, experts, slots, CHUNK)
         take_oldest(ages, slots, misses, oldest, victims, end - index > 1, BLOCK_S, CHUNK)
         if end - index > 1:
             deal_out(oldest, missing, query_of, victims, misses, BLOCK_M)
         move_in(missing, victims, query_of, slot_of, row, owner, last_used, now, layer, index, experts, misses, BLOCK_M)
-    tl.store(last_used + slot, now + query - index + 1, hit)
-    if (index == 0) | (end > index):
         tl.store(table + e, tl.where(member, tl.load(row + e, in_row, -1), -1), in_row)
 
-    number = index
-    start = 0
-    while number < end:
-        n = tl.sum((miss & (query == number)).to(tl.int32))
-        if n == 0:
-            tl.store(flags + number, LANDED)
-        else:
-            spins = 0
-            while (head - consumed >= capacity) & (spins < spin_limit) & (error == 0):
-                consumed = load_acquire(ring_address + RING_CONSUMED * 4, THREADS, PTX)
-                spins += 1
-            if head - consumed >= capacity:
-                error = RING_FULL
-            if error != 0:
-                tl.store(flags + number, FAILED)
+        error = tl.load(control + ERROR)
+        head = tl.load(control + HEAD)
+        consumed = tl.load(control + CONSUMED)
+        number = index
+        start = 0
+        while number < end:
+            n = misses
+            if end - index > 1:
+                n = tl.sum((miss & (query == number)).to(tl.int32))
+            if n == 0:
+                tl.store(flags + number, LANDED)
             else:
-                tl.store(flags + number, CLEARED)
-                write_record(
-                    ring_address, head, capacity, first_flag + number, layer, missing, victims, start, n, MAX_PAIRS
+                consumed, error = wait_for_room(
+                    ring, head, consumed, capacity, spin_limit, error, control, THREADS, PTX
                 )
-                cell = (head & (capacity - 1)) * CELL_WORDS + RING_CELLS
-                head += 1
-                store_release(ring_address + cell * 4, head, THREADS, PTX)
-            start += n
-        number += 1
-
-    tl.store(control + ERROR, error)
-    tl.store(control + HEAD, head)
-    tl.store(control + CONSUMED, consumed)
+                if error != 0:
+                    tl.store(flags + number, NOT_LANDED)
+                else:
+                    tl.store(flags + number, CLEARED)
+                    cell = cell_of(ring, head, capacity)
+                    write_record(cell, first_flag + number, layer, missing, victims, start, n, MAX_PAIRS)
+                    head += 1
+                    store_release(cell, head, THREADS, PTX)
+                start += n
+            number += 1
+        tl.store(control + ERROR, error, error != 0)  # not a 0 over what the host has written meanwhile
+        tl.store(control + HEAD, head)
+        tl.store(control + CONSUMED, consumed)
+    elif (end > index) | FIRST:
+        tl.store(table + e, tl.where(hit, slot, -1), in_row)
+    tl.store(last_used + slot, now + query - index + 1, hit)
     if end > index:
         tl.store(clock, now + end - index)
-        hits = tl.sum(hit.to(tl.int32))
-        tl.store(stats, tl.load(stats) + hits)
-        tl.store(stats + 1, tl.load(stats + 1) + misses)
-        tl.store(stats + 2, tl.load(stats + 2) + end - index)
+        hits = (counts & 0xFFFF) - misses
+        tl.store(stats + i, counters + tl.where(i == 0, hits, tl.where(i == 1, misses, end - index)), i < 3)
 
 
-def launch_options(experts: int, slots: int, flags: int) -> dict[str, Any]:
+@functools.cache
+def launch_options(experts: int, slots: int, max_query: int, flags: int) -> dict[str, Any]:
     """The constants that a size compiles for: powers of two, so that few sizes need a kernel of their own."""
     warps = 8 if slots <= 4096 and experts <= 1024 else 16
     return {
@@ -319,6 +342,7 @@ def launch_options(experts: int, slots: int, flags: int) -> dict[str, Any]:
         "BLOCK_S": max(32, triton.next_power_of_2(slots)),
         "BLOCK_M": max(32, triton.next_power_of_2(min(experts, slots))),
         "CHUNK": min(CHUNK, max(32, triton.next_power_of_2(slots))),
+        "BLOCK_Q": max(32, triton.next_power_of_2(most_queries(experts, slots, max_query))),
         "BLOCK_F": max(32, triton.next_power_of_2(flags)),
         "MAX_PAIRS": MAX_PAIRS,
         "THREADS": 32 * warps,
@@ -327,8 +351,11 @@ def launch_options(experts: int, slots: int, flags: int) -> dict[str, Any]:
     }
 
 
-def admit_layer(state: AdmissionState, device: DeviceAdmission, layer: int, offsets: Tensor, index: int) -> None:
+def admit_layer(
+    state: AdmissionState, device: DeviceAdmission, layer: int, offsets: Tensor, index: int, count_routing: bool
+) -> None:
     """See `kernels.admit.admit_layer`."""
+    num_flags = device.flags.shape[0]
     admit_kernel[(1,)](
         offsets,
         state.slot_of,
@@ -337,6 +364,8 @@ def admit_layer(state: AdmissionState, device: DeviceAdmission, layer: int, offs
         state.clock,
         device.query_of,
         device.table,
+        device.spans,
+        device.routing,
         device.flags,
         device.stats,
         device.control,
@@ -349,7 +378,10 @@ def admit_layer(state: AdmissionState, device: DeviceAdmission, layer: int, offs
         state.experts,
         state.slots,
         device.max_query,
-        device.flags.numel(),
+        device.spans.shape[0],
+        num_flags,
         device.first_flag,
-        **launch_options(state.experts, state.slots, device.flags.numel()),
+        FIRST=index == 0,
+        COUNT=count_routing,
+        **launch_options(state.experts, state.slots, device.max_query, num_flags),
     )

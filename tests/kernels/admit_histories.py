@@ -59,8 +59,10 @@ class Pair:
             spin_limit,
         )
         self.expected_stats = [0, 0, 0]
+        self.routing = torch.zeros(size.layers, size.experts, dtype=torch.int64)
+        self.failed = 1  # the flags' first values are none that a copy could have left
 
-    def step(self, layer: int, experts: list[int]) -> None:
+    def step(self, layer: int, experts: list[int], count_routing: bool = False) -> None:
         """Admit a layer on both and compare everything after each launch."""
         offsets = offsets_of(experts, self.size.experts).to(self.flags.device)
         wanted = torch.tensor(experts, dtype=torch.int64)
@@ -68,7 +70,7 @@ class Pair:
         launches = admit.launches(self.size.experts, self.size.slots, self.size.max_query, self.size.experts)
         assert cut.at_once or len(cut.queries) <= launches
         for index in range(launches):
-            admit.admit_layer(self.state, self.device, layer, offsets, index)
+            admit.admit_layer(self.state, self.device, layer, offsets, index, count_routing)
             first, end = (0, len(cut.queries) if index == 0 else 0) if cut.at_once else (index, index + 1)
             records, flags, table = self.on_reference(layer, cut, wanted, first, min(end, len(cut.queries)))
             if self.flags.is_cuda:
@@ -87,8 +89,29 @@ class Pair:
         for number, query in enumerate(cut.queries):
             numbers[query] = number
         assert torch.equal(self.device.query_of.cpu(), numbers)
+        self.check_spans(cut)
+        self.routing[layer, wanted] += count_routing
+        assert torch.equal(self.device.routing.cpu(), self.routing)
         assert self.device.stats.tolist() == self.expected_stats
-        assert self.device.control[2].item() == 0
+        assert self.device.control[admit.ERROR].item() == 0
+        assert self.device.control[admit.FAILED].item() == self.failed
+
+    def fail(self, rng: random.Random) -> None:
+        """Now and then a flag tells of a failed copy or a release, or the host has seen FAILED and cleared it."""
+        if rng.random() < 0.2:
+            self.flags[rng.randrange(len(self.flags))] = rng.choice([2, 3])
+            self.failed = 1
+        elif not (self.flags > 1).any() and rng.random() < 0.5:
+            self.device.control[admit.FAILED] = self.failed = 0
+
+    def check_spans(self, cut: admit.Cut) -> None:
+        """Bounds that hold their query's experts and no other's; all experts if the layer does not fit."""
+        spans = self.device.spans.tolist()
+        routed = [e for query in cut.queries for e in query.tolist()]
+        for query, (begin, end) in zip(cut.queries, spans, strict=False):
+            within = [e for e in routed if begin <= e < end]
+            assert within == query.tolist() if cut.at_once else (begin, end) == (0, self.size.experts)
+        assert all(span == [0, 0] for span in spans[len(cut.queries) :]), spans
 
     def check_tables(self) -> None:
         """The tables are equal, whole."""
@@ -144,7 +167,8 @@ def history(rng: random.Random, device: str, sizes: Sequence[Size], steps: int) 
         layer = rng.randrange(size.layers)
         pool = rng.choice([list(range(size.experts)), kept])
         experts = sorted(rng.sample(pool, rng.randint(0, len(pool))))
-        pair.step(layer, experts)
+        pair.fail(rng)
+        pair.step(layer, experts, count_routing=rng.random() < 0.5)
         if experts and rng.random() < 0.2:
             lost = torch.tensor(rng.sample(experts, rng.randint(1, len(experts))))
             admit.invalidate(pair.reference, layer, lost)
@@ -183,7 +207,7 @@ def ring_stays_full(device: str) -> None:
     pair = Pair(Size(1, 8, 8, 2, 2), device)
     admit.admit_layer(pair.state, pair.device, 0, offsets_of(list(range(8)), 8).to(device))
     assert pair.flags.tolist() == [0, 0, 2, 2, 1]
-    assert pair.device.control[2].item() == 1
+    assert pair.device.control[admit.ERROR].item() == 1
     first, second = pair.reader.poll(), pair.reader.poll()
     assert isinstance(first, CopyQuery) and first.experts == (0, 1)
     assert isinstance(second, CopyQuery) and second.experts == (2, 3)
@@ -191,6 +215,26 @@ def ring_stays_full(device: str) -> None:
     admit.invalidate(pair.state, 0, torch.arange(8, device=device))
     admit.admit_layer(pair.state, pair.device, 0, offsets_of([0], 8).to(device))
     assert pair.flags[0].item() == 2 and pair.reader.poll() is None  # the error stays
+
+
+def host_ends_the_spin(device: str) -> None:
+    """A ring that nobody reads, and a word from the host: the launch ends at once, its flags say so."""
+    pair = Pair(Size(1, 8, 8, 2, 2), device, spin_limit=1 << 30)
+    stream = None if device == "cpu" else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def give_up() -> None:
+        time.sleep(0.3)
+        with torch.cuda.stream(stream):
+            pair.device.control[admit.ERROR].fill_(9)
+
+    offsets = offsets_of(list(range(8)), 8).to(device)
+    admit.admit_layer(pair.state, pair.device, 0, offsets_of([], 8).to(device))  # compiled before the clock runs
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    admit.admit_layer(pair.state, pair.device, 0, offsets)
+    thread.join()
+    assert pair.flags.tolist() == [0, 0, 2, 2, 1]
+    assert pair.device.control[admit.ERROR].item() == 9
 
 
 def reader_in_a_thread(device: str) -> None:
@@ -212,7 +256,7 @@ def reader_in_a_thread(device: str) -> None:
     thread.join()
     ranges = [tuple(range(i, i + 32)) for i in range(0, 512, 32)]
     assert read == [CopyQuery(FIRST_FLAG + i, "demand", 0, r, r) for i, r in enumerate(ranges)]
-    assert pair.device.control[2].item() == 0
+    assert pair.device.control[admit.ERROR].item() == 0
 
 
 def graph_replays(count: int) -> None:
@@ -258,4 +302,5 @@ if __name__ == "__main__":
     tri.CHUNK = 32  # so that 50 slots take two
     run(int(sys.argv[1]) + 1, int(sys.argv[2]), "cpu")
     ring_stays_full("cpu")
+    host_ends_the_spin("cpu")
     saturated_ages("cpu")

@@ -14,7 +14,7 @@ from kernels.admit import device as on_device
 from tests.kernels import admit_histories as histories
 
 ROOT = Path(__file__).parent.parent.parent
-POINTERS = {"last_used": "*i64", "clock": "*i64", "stats": "*i64", "oldest": "*i64", "ring": "i64"}
+POINTERS = dict.fromkeys(("last_used", "clock", "stats", "oldest", "routing"), "*i64") | {"ring": "i64"}
 """Arguments of the kernel that are not *i32 (tensors) or i32 (histories.SCALARS)."""
 SHARED_NBYTES = 227 * 1024
 """What one program may have on sm_90."""
@@ -37,20 +37,21 @@ def test_in_the_interpreter_equals_the_reference() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
     ("experts", "slots"),
     [(8, 16), (512, 2100), (512, 24576), pytest.param(4096, 25000, marks=pytest.mark.slow)],
 )
-def test_compiles_for_sm_90(experts: int, slots: int) -> None:
-    """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` loaded with an
-    acquire, each by one thread of the system's scope; no atomic touches the ring."""
+def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
+    """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` and the error that
+    the host may set loaded with an acquire, each by one thread of the system's scope; no atomic touches the ring."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from kernels.admit import tri
 
-    options = tri.launch_options(experts, slots, flags=experts + 3)
+    options = dict(tri.launch_options(experts, slots, 128, flags=experts + 3)) | {"FIRST": first, "COUNT": first}
     warps = options.pop("num_warps")
     kinds = {name: "i32" if name in tri.SCALARS else "*i32" for name in tri.admit_kernel.arg_names}
     kinds |= POINTERS | dict.fromkeys(options, "constexpr")
@@ -63,6 +64,7 @@ def test_compiles_for_sm_90(experts: int, slots: int) -> None:
     lines = [line for line in compiled.asm["ptx"].splitlines() if ".sys." in line]
     assert sorted(line.split("@p ")[1].split()[0] for line in lines) == [
         "ld.acquire.sys.global.b32",
+        "ld.acquire.sys.global.b32",
         "st.release.sys.global.b32",
     ]
 
@@ -70,13 +72,13 @@ def test_compiles_for_sm_90(experts: int, slots: int) -> None:
 def test_the_ring_is_laid_out_as_its_reader_has_it() -> None:
     """kernels may not import copyengine: the numbers are written twice."""
     pytest.importorskip("triton")
-    from kernels.admit import tri
+    from kernels.admit import tri_ring as tri
 
     ours = (tri.RING_CONSUMED, tri.RING_CELLS, tri.CELL_WORDS, tri.CELL_PAIRS, on_device.MAX_PAIRS)
     theirs = (ring.CONSUMED, ring.CELLS, ring.CELL_WORDS, ring.PAIRS, protocol.MAX_QUERY)
     assert [getattr(word, "value", word) for word in ours] == list(theirs)
     assert (ring.SEQUENCE, ring.FLAG, ring.KIND, ring.LAYER, ring.COUNT) == (0, 1, 2, 3, 4)
-    assert ring.KINDS[0] == "demand"
+    assert (ring.KINDS[tri.DEMAND.value], ring.KINDS[tri.STREAM.value]) == ("demand", "stream")
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,7 @@ def test_on_the_device_waits_for_the_reader_of_the_ring() -> None:
     """And gives up, with an error, on one that takes nothing."""
     histories.reader_in_a_thread("cuda")
     histories.ring_stays_full("cuda")
+    histories.host_ends_the_spin("cuda")
 
 
 @pytest.mark.gpu
