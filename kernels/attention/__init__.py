@@ -1,4 +1,4 @@
-"""Causal attention of one sequence's new tokens over its KV pages."""
+"""Causal attention over KV pages, and storing what it reads."""
 
 import torch
 
@@ -14,15 +14,71 @@ def attention(
     `pages` [P] int64 are the pages of positions 0 .. start + n - 1, in order (further pages are not read). Head h reads
     kv head h // (heads / kv_heads). Returns [n, heads * D]. ValueError for shapes that do not fit together.
     """
+    _expect_heads(q, k_pages, v_pages)
+    rows, page_tokens = q.shape[0], k_pages.shape[1]
+    if pages.ndim != 1 or start < 0 or start + rows > pages.shape[0] * page_tokens:
+        raise ValueError(f"positions {start} .. {start + rows - 1} do not fit {tuple(pages.shape)} pages")
+    return ref.attention(q, k_pages, v_pages, pages, start, scale)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`attention` of one new token of each of B sequences: row b over the positions 0 .. lengths[b] - 1.
+
+    `q` is [B, heads, D]; `table` [B, P] int32, of whose row b the first ceil(lengths[b] / page_tokens) pages are read,
+    in order; `lengths` [B] int32 count the new token, and a row of length 0 gives zeros. Pages as for `attention`.
+    Returns [B, heads * D]. A row depends on its own sequence only: not on B, not on P. On a CUDA device nothing waits
+    for it, the launches do not depend on the lengths, and values in tensors are not checked. ValueError for shapes or
+    types that do not fit together.
+    """
+    _expect_heads(q, k_pages, v_pages)
+    rows = q.shape[0]
+    if table.ndim != 2 or table.shape[0] != rows or table.dtype != torch.int32:
+        raise ValueError(f"table must be an int32 [{rows}, P] tensor, not {table.dtype} {tuple(table.shape)}")
+    if tuple(lengths.shape) != (rows,) or lengths.dtype != torch.int32:
+        raise ValueError(f"lengths must be an int32 [{rows}] tensor, not {lengths.dtype} {tuple(lengths.shape)}")
+    return ref.decode_attention(q, k_pages, v_pages, table, lengths, scale)
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Row i of `k` and `v` [T, kv_heads, D] goes to page `pages[i]` at place `offsets[i]` ([T] int64 each).
+
+    Pages as for `attention`, of the type of k and v. On a CUDA device it is one launch, and values in tensors are not
+    checked. ValueError for shapes or types that do not fit together.
+    """
+    if k.ndim != 3 or k_pages.ndim != 4 or k.shape != v.shape or k_pages.shape != v_pages.shape:
+        raise ValueError(
+            f"expected equal k, v [T, kv_heads, D] and equal k, v pages [num_pages, page_tokens, kv_heads, D], "
+            f"not {tuple(k.shape)}, {tuple(v.shape)}, {tuple(k_pages.shape)}, {tuple(v_pages.shape)}"
+        )
+    if k.shape[1:] != k_pages.shape[2:] or len({k.dtype, v.dtype, k_pages.dtype, v_pages.dtype}) > 1:
+        raise ValueError(f"{k.dtype} {tuple(k.shape)} does not fit {k_pages.dtype} pages {tuple(k_pages.shape)}")
+    for name, places in (("pages", pages), ("offsets", offsets)):
+        if tuple(places.shape) != k.shape[:1] or places.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64 [{k.shape[0]}], not {places.dtype} {tuple(places.shape)}")
+    ref.store_kv(k, v, k_pages, v_pages, pages, offsets)
+
+
+def _expect_heads(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     if q.ndim != 3 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
         raise ValueError(
             f"expected q [n, heads, D] and equal k, v pages [num_pages, page_tokens, kv_heads, D], "
             f"not {tuple(q.shape)}, {tuple(k_pages.shape)}, {tuple(v_pages.shape)}"
         )
-    rows, heads, head_dim = q.shape
-    _, page_tokens, kv_heads, kv_dim = k_pages.shape
+    heads, head_dim = q.shape[1:]
+    kv_heads, kv_dim = k_pages.shape[2:]
     if kv_dim != head_dim or heads % kv_heads:
         raise ValueError(f"{heads} heads of {head_dim} do not fit {kv_heads} kv heads of {kv_dim}")
-    if pages.ndim != 1 or start < 0 or start + rows > pages.shape[0] * page_tokens:
-        raise ValueError(f"positions {start} .. {start + rows - 1} do not fit {tuple(pages.shape)} pages")
-    return ref.attention(q, k_pages, v_pages, pages, start, scale)

@@ -22,6 +22,34 @@ def attention(
     return _rows(q.transpose(0, 1), k, v, start, scale).transpose(0, 1).reshape(rows, heads * head_dim)
 
 
+def decode_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            pages = table[row].to(torch.int64)
+            out[row] = attention(q[row : row + 1], k_pages, v_pages, pages, length - 1, scale)[0]
+    return out
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    k_pages[pages, offsets] = k
+    v_pages[pages, offsets] = v
+
+
 def _by_head(pages_of_all: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """[kv_heads, length, D] of the positions 0 .. length - 1."""
     used = pages[: -(-length // pages_of_all.shape[1])]

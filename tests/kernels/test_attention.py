@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.attention import attention
+from kernels.attention import attention, decode_attention, store_kv
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -28,6 +28,88 @@ def paged(tensor: torch.Tensor, page_tokens: int, pages: list[int], num_pages: i
     for position, row in enumerate(tensor):
         out[pages[position // page_tokens], position % page_tokens] = row
     return out
+
+
+class Decode:
+    """One new token of each of several sequences, whose pages lie mixed in one pool, not a number elsewhere."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        generator = torch.Generator().manual_seed(sum(lengths))
+        self.lengths, self.scale = lengths, 1 / math.sqrt(head_dim)
+        self.q = torch.randn(len(lengths), heads, head_dim, generator=generator).to(dtype)
+        shape = (kv_heads, head_dim)
+        self.k = [torch.randn(length, *shape, generator=generator).to(dtype) for length in lengths]
+        self.v = [torch.randn(length, *shape, generator=generator).to(dtype) for length in lengths]
+        counts = [-(-length // page_tokens) for length in lengths]
+        free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+        table = torch.full((len(lengths), max(counts) + 3), -1, dtype=torch.int32)
+        k_pages, v_pages = torch.full((2, sum(counts) + 1, page_tokens, *shape), float("nan"), dtype=dtype)
+        for row, count in enumerate(counts):
+            pages, free = free[:count], free[count:]
+            table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+            for store, rows in ((k_pages, self.k[row]), (v_pages, self.v[row])):
+                padded = torch.full((count * page_tokens, *shape), float("nan"), dtype=dtype)
+                padded[: lengths[row]] = rows
+                store[pages] = padded.view(count, page_tokens, *shape)
+        self.pages = (k_pages.to(device), v_pages.to(device))
+        self.table = table.to(device)
+        self.on_device = (self.q.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+
+    def run(self) -> torch.Tensor:
+        """[B, heads * D]"""
+        q, lengths = self.on_device
+        return decode_attention(q, *self.pages, self.table, lengths, self.scale)
+
+    def run_alone(self, row: int, more_pages: int = 0) -> torch.Tensor:
+        """[1, heads * D] with a table of the sequence's pages and `more_pages` others."""
+        q, lengths = self.on_device
+        page_tokens = self.pages[0].shape[1]
+        count = max(1, -(-self.lengths[row] // page_tokens))
+        table = torch.zeros(1, count + more_pages, dtype=torch.int32, device=q.device)
+        table[0, :count] = self.table[row, :count]
+        return decode_attention(q[row : row + 1], *self.pages, table, lengths[row : row + 1], self.scale)
+
+    def check(self, out: torch.Tensor) -> None:
+        """`out` is near float64's; rows of no length are zeros."""
+        assert out.shape == (len(self.lengths), self.q[0].numel()) and out.dtype == self.q.dtype
+        tolerance = TOLERANCE[self.q.dtype]
+        for row, length in enumerate(self.lengths):
+            expected = torch.zeros(1, self.q[0].numel(), dtype=torch.float64)
+            if length:
+                expected = last_row(self.q[row], self.k[row], self.v[row], self.scale)
+            torch.testing.assert_close(out[row : row + 1].double().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def last_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """[1, heads * D] float64 of q [heads, D] over all of k, v [length, kv_heads, D]."""
+    grouped = q.double().view(k.shape[1], -1, q.shape[1])
+    scores = torch.softmax(scale * torch.einsum("hgd,lhd->hgl", grouped, k.double()), dim=2)
+    return torch.einsum("hgl,lhd->hgd", scores, v.double()).reshape(1, -1)
+
+
+def store_and_check(dtype: torch.dtype, rows: int, kv_heads: int, head_dim: int, device: str) -> None:
+    """store_kv of views of a qkv product and of packed rows, against a loop; what is not written stays."""
+    generator = torch.Generator().manual_seed(rows)
+    qkv = torch.randn(rows, 4 * kv_heads, head_dim, generator=generator).to(dtype).to(device)
+    places = torch.randperm(4 * rows + 4, generator=generator)[:rows]
+    pages, offsets = (places // 4).to(device), (places % 4).to(device)
+    for k in (qkv[:, 2 * kv_heads : 3 * kv_heads], qkv[:, :kv_heads].contiguous()):
+        v = qkv[:, 3 * kv_heads :]
+        stored = torch.full((2, rows + 1, 4, kv_heads, head_dim), 7.0, dtype=dtype, device=device)
+        expected = stored.clone()
+        for i in range(rows):
+            expected[0, pages[i], offsets[i]], expected[1, pages[i], offsets[i]] = k[i], v[i]
+        store_kv(k, v, stored[0], stored[1], pages, offsets)
+        assert torch.equal(stored, expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -81,3 +163,68 @@ def test_shapes_that_do_not_fit_are_refused(q: tuple[int, ...], kv: tuple[int, .
     """Against the docstring."""
     with pytest.raises(ValueError, match=r"fit|expected"):
         attention(torch.zeros(q), torch.zeros(kv), torch.zeros(kv), torch.arange(pages), start, 1.0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 2), (12, 1, 24), (4, 2, 64)])
+def test_decode_rows_are_those_of_the_naive_loop_and_of_each_sequence_alone(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Against float64; and as equality against the row alone with a table just long enough."""
+    case = Decode([1, 0, 16, 17, 127, 200], heads, kv_heads, head_dim, 16, dtype, "cpu")
+    out = case.run()
+    case.check(out)
+    for row in range(len(case.lengths)):
+        assert torch.equal(case.run_alone(row), out[row : row + 1])
+
+
+def test_stored_keys_and_values_are_where_they_were_told() -> None:
+    """Against a loop over rows; what is not written stays."""
+    store_and_check(torch.float32, 5, 2, 8, "cpu")
+    store_and_check(torch.bfloat16, 0, 1, 4, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"q": torch.zeros(2, 3, 8)}, "heads"),
+        ({"table": torch.zeros(3, 4, dtype=torch.int32)}, "table"),
+        ({"table": torch.zeros(2, 4, dtype=torch.int64)}, "table"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths"),
+    ],
+)
+def test_a_decode_step_that_does_not_fit_is_refused(change: dict[str, torch.Tensor], match: str) -> None:
+    """Against the docstring."""
+    pages = torch.zeros(5, 4, 2, 8)
+    arguments = {
+        "q": torch.zeros(2, 4, 8),
+        "table": torch.zeros(2, 4, dtype=torch.int32),
+        "lengths": torch.zeros(2, dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=match):
+        decode_attention(k_pages=pages, v_pages=pages, scale=1.0, **(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"k": torch.zeros(2, 3, 8), "v": torch.zeros(2, 3, 8)}, "does not fit"),
+        ({"v": torch.zeros(2, 2, 8, dtype=torch.bfloat16)}, "does not fit"),
+        ({"v": torch.zeros(3, 2, 8)}, "expected"),
+        ({"pages": torch.zeros(2, dtype=torch.int32)}, "pages"),
+        ({"offsets": torch.zeros(3, dtype=torch.int64)}, "offsets"),
+    ],
+)
+def test_keys_and_values_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], match: str) -> None:
+    """Against the docstring."""
+    arguments = {
+        "k": torch.zeros(2, 2, 8),
+        "v": torch.zeros(2, 2, 8),
+        "k_pages": torch.zeros(5, 4, 2, 8),
+        "v_pages": torch.zeros(5, 4, 2, 8),
+        "pages": torch.zeros(2, dtype=torch.int64),
+        "offsets": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=match):
+        store_kv(**(arguments | change))
