@@ -12,6 +12,7 @@ from copyengine import protocol, ring
 from kernels import admit
 from kernels.admit import device as on_device
 from tests.kernels import admit_histories as histories
+from tests.kernels import admitted_rows
 
 ROOT = Path(__file__).parent.parent.parent
 POINTERS = dict.fromkeys(("last_used", "clock", "stats", "oldest", "routing"), "*i64") | {"ring": "i64"}
@@ -21,13 +22,21 @@ SHARED_NBYTES = 227 * 1024
 
 
 def test_in_the_interpreter_equals_the_reference() -> None:
-    """200 random histories on small pools: tables, query numbers, flags, counters, and the records as read from a ring.
+    """200 random histories on small pools: tables, query numbers and bounds, flags, counters, failures noted, and the
+    records as read from a ring."""
+    interpret("tests.kernels.admit_histories", "0", "100")
 
-    In a process of its own, for Triton looks at TRITON_INTERPRET when it is imported.
-    """
+
+def test_every_routed_row_is_computed_once() -> None:
+    """Of admitted layers, over-full ones too: against the reference over all experts, and counted row by row."""
+    interpret("tests.kernels.admitted_rows", "0", "12")
+
+
+def interpret(module: str, *arguments: str) -> None:
+    """Run a program in a process of its own, for Triton looks at TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.admit_histories", "0", "100"],
+        [sys.executable, "-W", "error", "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -133,6 +142,11 @@ def test_on_the_device_equals_the_reference(seed: int) -> None:
     """2,000 random histories on small pools in all, and 80 on large ones."""
     histories.run(seed, 500, "cuda")
     histories.run(seed, 20, "cuda", histories.LARGE)
+
+
+@pytest.mark.gpu
+def test_on_the_device_every_routed_row_is_computed_once() -> None:
+    admitted_rows.run(0, 60, "cuda")
 
 
 @pytest.mark.gpu
