@@ -1,6 +1,6 @@
 """Settings of the copy engine process."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,6 +14,10 @@ class CopyEngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Annotated[str, Meta(description="loopback ZMQ endpoint to serve; port 0 picks a free one")] = (
         "tcp://127.0.0.1:0"
     )
+    device: Annotated[
+        Literal["cpu", "cuda"], Meta(description="cuda: pinned banks, copied to GPUs; cpu: all in shared memory")
+    ] = "cpu"
+    ordinal: Annotated[int, Meta(ge=0, description="GPU in whose context banks are pinned, for all GPUs to use")] = 0
     run_id: Annotated[str, Meta(description="prefix of this run's shared memory names; made up if empty")] = ""
     background_depth: Annotated[int, Meta(ge=1, le=64, description="background pieces in flight at most")] = 2
     spin_us: Annotated[int, Meta(ge=0, description="how long to poll an empty ring before sleeping")] = 2000

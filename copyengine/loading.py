@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
 from copyengine.banks import Banks
+from copyengine.checkpoint.dummy import fill_dummy_experts
 from copyengine.checkpoint.model import expert_file_nbytes, open_model
 from copyengine.checkpoint.reader import read_experts
+from copyengine.device import CopyDevice
 from copyengine.protocol import Load, Loaded, LoadProgress
+from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError, RequestRefused
-from kernels.formats import layout
 
 PROGRESS_S = 0.1
 """Between two progress replies at least."""
@@ -20,14 +22,18 @@ PROGRESS_S = 0.1
 STOP_S = 2.0
 """Seconds that `close` waits for the loading thread, which may be stuck in a read from a disk that is gone."""
 
+DUMMY_SEED = 0
+"""Of experts that are made up: the same at every start."""
+
 log = logging.getLogger(__name__)
 
 
 class BankLoader:
     """Holds the banks of the one model that this process serves."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, device: CopyDevice, run_id: str) -> None:
         self.banks: Banks | None = None
+        self._device = device
         self._run_id = run_id
         self._request: Load | None = None
         self._task: asyncio.Task[Loaded] | None = None
@@ -71,12 +77,13 @@ class BankLoader:
     async def _run(self, request: Load, meter: "_Meter") -> Loaded:
         start = time.monotonic()
         try:
-            banks, read_nbytes = await asyncio.wrap_future(_start_load(self._run_id, request, meter))
+            banks, read_nbytes = await asyncio.wrap_future(_start_load(self._device, self._run_id, request, meter))
         except BaseException:
             self._task = self._request = None
             raise
         self.banks = banks
         load_s = time.monotonic() - start
+        log.info("%.1f GB of experts loaded in %.1f s", banks.nbytes / 1e9, load_s)
         return Loaded(banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, read_nbytes, load_s)
 
 
@@ -102,7 +109,7 @@ class _Meter:
             self.progress = LoadProgress(old.phase, old.done_nbytes + nbytes, old.total_nbytes)
 
 
-def _start_load(run_id: str, request: Load, meter: _Meter) -> Future[tuple[Banks, int]]:
+def _start_load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> Future[tuple[Banks, int]]:
     """What `_load` returns or raises. Its thread is a daemon: a process that ends does not wait for a stuck read.
 
     Banks that come after the future was cancelled are closed.
@@ -111,7 +118,7 @@ def _start_load(run_id: str, request: Load, meter: _Meter) -> Future[tuple[Banks
 
     def run() -> None:
         try:
-            banks, read_nbytes = _load(run_id, request, meter)
+            banks, read_nbytes = _load(device, run_id, request, meter)
         except BaseException as error:  # goes to the caller, whatever it is
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -125,16 +132,19 @@ def _start_load(run_id: str, request: Load, meter: _Meter) -> Future[tuple[Banks
     return future
 
 
-def _load(run_id: str, request: Load, meter: _Meter) -> tuple[Banks, int]:
+def _load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> tuple[Banks, int]:
     """The filled banks, and the bytes read from files for them. Runs in a thread."""
-    model = open_model(request.model, request.hf_overrides)
-    moe, layers = model.spec.moe, len(model.spec.moe_layers)
-    if moe is None:
-        return Banks(run_id, 0, 0, 0, meter.add), 0
-    record = layout(request.dtype, model.spec.hidden, moe.intermediate)
+    model = open_model(request.model, request.hf_overrides, request.load_format)
+    record, moe, layers = record_layout(model.spec, request.dtype), model.spec.moe, len(model.spec.moe_layers)
+    if record is None or moe is None:
+        return Banks(device, run_id, 0, 0, 0, meter.add), 0
     meter.start("expert banks", layers * moe.experts * record.record_nbytes)
-    banks = Banks(run_id, layers, moe.experts, record.record_nbytes, meter.add)
+    banks = Banks(device, run_id, layers, moe.experts, record.record_nbytes, meter.add)
     try:
+        if request.load_format == "dummy":
+            meter.start("made-up experts", banks.nbytes)
+            fill_dummy_experts(record, banks.records, DUMMY_SEED, meter.add)
+            return banks, 0
         meter.start("experts", expert_file_nbytes(model))
         return banks, read_experts(model, record, banks.records, meter.add)
     except BaseException:

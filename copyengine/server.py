@@ -1,6 +1,7 @@
 """The copy engine's socket side: loads banks, attaches workers, counts. The copying is the copier's (copier.py)."""
 
 import asyncio
+import logging
 import secrets
 from concurrent.futures import Future
 
@@ -9,7 +10,7 @@ import zmq.asyncio
 from copyengine.config import CopyEngineConfig
 from copyengine.copier import Attachment, Copier
 from copyengine.device import CopyDevice, Memory
-from copyengine.device.host import HostCopyDevice
+from copyengine.device.host import HostCopyDevice, attach_segment
 from copyengine.loading import BankLoader
 from copyengine.protocol import (
     Attach,
@@ -29,19 +30,36 @@ from copyengine.ring import Limits, RingReader
 from copyengine.wire.errors import PeerDied, RequestRefused, WireError
 from copyengine.wire.rpc import Call, RpcServer
 
+STEP_SPIN_US = 5000
+"""On a GPU, while less than this has passed since the last record, the copy loop polls without naps: the layers of a
+step follow each other within it, and each would wait for the end of a nap."""
+
+log = logging.getLogger(__name__)
+
 
 class CopyEngineServer:
     """Serves protocol.Request on one socket. Make, `bind`, `run` and `close` it on one running event loop."""
 
     def __init__(
-        self, config: CopyEngineConfig, context: zmq.asyncio.Context, device: CopyDevice | None = None
+        self,
+        config: CopyEngineConfig,
+        context: zmq.asyncio.Context,
+        device: CopyDevice | None = None,
+        local: bool = False,
     ) -> None:
+        """`device` is what the config names unless it is given. `local`: the workers are in this process.
+
+        ConfigError if there is no such device.
+        """
         self._config = config
-        self._device = device or HostCopyDevice()
+        self._device = device or _open_device(config, local)
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = self._loop.create_future()
-        self._loader = BankLoader(config.run_id or secrets.token_hex(4))
-        self._copier = Copier(self._device, config.background_depth, config.spin_us, self._on_copier_death)
+        self._loader = BankLoader(self._device, config.run_id or secrets.token_hex(4))
+        step_spin_us = STEP_SPIN_US if config.device == "cuda" and not local else 0
+        self._copier = Copier(
+            self._device, config.background_depth, config.spin_us, self._on_copier_death, step_spin_us
+        )
         self._rpc: RpcServer[Request, Reply] = RpcServer(context, Request, self._handle, Failed)
 
     def bind(self) -> str:
@@ -64,7 +82,10 @@ class CopyEngineServer:
         """
         await self._rpc.close()
         copier_ended = await asyncio.to_thread(self._copier.stop)
-        return await self._loader.close() and copier_ended
+        if not (await self._loader.close() and copier_ended):
+            return False
+        await asyncio.to_thread(self._device.close)
+        return True
 
     def stop(self) -> None:
         """Make `run` return. From any thread."""
@@ -96,20 +117,24 @@ class CopyEngineServer:
             raise RequestRefused("not_loaded", "there are no expert banks; send Load of an MoE model first")
         opened: list[Memory] = []
         try:
-            for handle in (attach.pool, attach.flags, attach.ring):
+            for handle in (attach.pool, attach.flags):
                 opened.append(self._device.open(handle))
+            ring = attach_segment(attach.ring)
+            opened.append(ring)
+            if attach.pool.device != attach.flags.device:
+                raise WireError(f"the pool is on device {attach.pool.device!r}, the flags on {attach.flags.device!r}")
             if attach.pool.nbytes < attach.pool_slots * banks.record_nbytes:
                 raise WireError(f"{attach.pool_slots} slots of {banks.record_nbytes} bytes in {attach.pool.nbytes}")
             if attach.flags.nbytes % 4:
                 raise WireError(f"flags are 32-bit words, which {attach.flags.nbytes} bytes are not")
-            pool, flags, ring = opened
+            pool, flags, _ = opened
             limits = Limits(banks.layers, banks.experts, attach.pool_slots, attach.flags.nbytes // 4)
             reader = RingReader(ring.array, limits)
         except BaseException:
             for memory in opened:
                 memory.close()
             raise
-        return Attachment(attach.worker, banks.runs, banks.record_nbytes, pool, flags, ring, reader)
+        return Attachment(attach.worker, banks.banks, banks.record_nbytes, pool, flags, ring, reader)
 
     def _stats(self) -> StatsReply:
         stats = self._copier.stats()
@@ -132,6 +157,14 @@ class CopyEngineServer:
             self._end.set_result(None)
         else:
             self._end.set_exception(error)
+
+
+def _open_device(config: CopyEngineConfig, local: bool) -> CopyDevice:
+    if config.device == "cpu":
+        return HostCopyDevice()
+    from copyengine.device.cuda import CudaCopyDevice
+
+    return CudaCopyDevice(config.ordinal, local)
 
 
 async def _uncancelled(done: Future[None]) -> None:

@@ -85,7 +85,7 @@ class CopyEngineThread:
             self._bound.set()
 
     async def _serve(self) -> None:
-        server = CopyEngineServer(self._config, self._context)
+        server = CopyEngineServer(self._config, self._context, local=True)
         try:
             server.bind()
             self._server = server

@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from mmap import mmap
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from copyengine.device import CLEARED, RELEASED, Bytes, Memory, OnBytes, Stream, ledger
+from copyengine.device import CLEARED, RELEASED, Bank, Bytes, HostMemory, Memory, OnBytes, Run, Stream, ledger
 from copyengine.protocol import MemoryHandle
 from copyengine.sync import Fence, nap
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, WireError
@@ -42,6 +42,11 @@ class Segment:
         self._shared = shared
         self._ledger_file = ledger_file  # only the owner has one
         self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """See Memory."""
+        return self.array.nbytes
 
     def close(self) -> None:
         """Give up the memory; the owner's close also removes the segment. A second call does nothing.
@@ -86,7 +91,9 @@ def create_segment(run_id: str, label: str, nbytes: int, on_bytes: OnBytes | Non
 
 
 def attach_segment(handle: MemoryHandle) -> Segment:
-    """Map another process's segment. PeerDied if it is gone, WireError if it is smaller than the handle says."""
+    """Map another process's segment. PeerDied if it is gone, WireError if it is not what the handle says."""
+    if handle.kind != "shm":
+        raise WireError(f"memory of kind {handle.kind} where a shared memory segment is needed")
     try:
         shared = _Shared(handle.name)
     except (FileNotFoundError, ValueError) as error:
@@ -133,15 +140,15 @@ class HostWorkerDevice:
     def __init__(self) -> None:
         self._fence = Fence()
 
-    def allocate(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Memory:
+    def allocate(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> HostMemory:
         """See WorkerDevice."""
         return create_segment(run_id, label, nbytes, on_bytes)
 
-    def clear_flag(self, flags: Memory, index: int) -> None:
+    def clear_flag(self, flags: HostMemory, index: int) -> None:
         """See WorkerDevice."""
         _words(flags)[index] = CLEARED
 
-    def wait_flag(self, flags: Memory, index: int, deadline_s: float, check: Callable[[], None]) -> int:
+    def wait_flag(self, flags: HostMemory, index: int, deadline_s: float, check: Callable[[], None]) -> int:
         """See WorkerDevice."""
         words = _words(flags)
         start = time.monotonic()
@@ -154,7 +161,7 @@ class HostWorkerDevice:
         self._fence()
         return value
 
-    def release_flags(self, flags: Memory) -> None:
+    def release_flags(self, flags: HostMemory) -> None:
         """See WorkerDevice."""
         _words(flags)[:] = RELEASED
 
@@ -162,31 +169,51 @@ class HostWorkerDevice:
 class HostCopyDevice:
     """The copy engine's side."""
 
+    bank_threads = 1
+
     def __init__(self) -> None:
         self._fence = Fence()
 
-    def open(self, handle: MemoryHandle) -> Memory:
+    def allocate_bank(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Bank:
+        """See CopyDevice. The bank is zeroed."""
+        return create_segment(run_id, label, nbytes, on_bytes)
+
+    def open(self, handle: MemoryHandle) -> HostMemory:
         """See CopyDevice."""
         return attach_segment(handle)
 
-    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> None:
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
         """See CopyDevice."""
-        destination = target.array[offset : offset + len(source)]
-        if len(destination) != len(source):
-            raise CopyFailed(f"bytes {offset}..{offset + len(source)} are outside a pool of {len(target.array)}")
-        np.copyto(destination, source)
-
-    def is_done(self, token: None) -> bool:
-        """See CopyDevice."""
-        return True
+        pool, bank = _array(target), source.array
+        for run in runs:
+            end = run.target_offset + run.nbytes
+            if end > pool.nbytes:
+                raise CopyFailed(f"bytes {run.target_offset}..{end} are outside a pool of {pool.nbytes}")
+            np.copyto(pool[run.target_offset : end], bank[run.source_offset : run.source_offset + run.nbytes])
 
     def write_flag(self, stream: Stream, flags: Memory, index: int, value: int) -> None:
         """See CopyDevice."""
         self._fence()
-        _words(flags)[index] = value
+        _array(flags).view(np.uint32)[index] = value
+
+    def mark(self, stream: Stream, target: Memory) -> None:
+        """See CopyDevice."""
+
+    def is_done(self, token: object) -> bool:
+        """See CopyDevice."""
+        return True
+
+    def close(self) -> None:
+        """See CopyDevice."""
 
 
-def _words(flags: Memory) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def _array(memory: Memory) -> Bytes:
+    """What `open` has returned, as bytes."""
+    assert isinstance(memory, Segment)
+    return memory.array
+
+
+def _words(flags: HostMemory) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return flags.array.view(np.uint32)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from copyengine.banks import Banks
-from copyengine.device.host import reclaim_stale
+from copyengine.device.host import HostCopyDevice, reclaim_stale
 from copyengine.wire.errors import ConfigError, RequestRefused
 
 
@@ -23,13 +23,13 @@ def entries(ledger: Path) -> list[Path]:
 def test_exactly_as_many_bytes_as_records(ledger: Path, layers: int, experts: int) -> None:
     """The two views are of the same bytes: writing a record shows in the run at its place."""
     told: list[int] = []
-    banks = Banks("run", layers, experts, 256, told.append)
+    banks = Banks(HostCopyDevice(), "run", layers, experts, 256, told.append)
     assert banks.nbytes == layers * experts * 256 == sum(told)
-    assert [run.shape for run in banks.runs] == [(experts * 256,)] * layers
-    for run, records in zip(banks.runs, banks.records, strict=True):
+    assert [(bank.nbytes, bank.array.shape) for bank in banks.banks] == [(experts * 256, (experts * 256,))] * layers
+    for bank, records in zip(banks.banks, banks.records, strict=True):
         assert records.shape == (experts, 256)
         records[-1] = 7
-        assert run[-256:].tolist() == [7] * 256 and not run[:-256].any()
+        assert bank.array[-256:].tolist() == [7] * 256 and not bank.array[:-256].any()
     assert len(entries(ledger)) == layers
     banks.close()
     banks.close()
@@ -38,14 +38,22 @@ def test_exactly_as_many_bytes_as_records(ledger: Path, layers: int, experts: in
 
 def test_too_much_leaves_nothing(ledger: Path) -> None:
     with pytest.raises(ConfigError, match=str(1 << 50)):
-        Banks("run", 1, 1 << 20, 1 << 30, lambda _: None)
+        Banks(HostCopyDevice(), "run", 1, 1 << 20, 1 << 30, lambda _: None)
     assert entries(ledger) == []
 
 
-def test_a_stop_in_the_middle_leaves_nothing(ledger: Path) -> None:
-    def stop(_: int) -> None:
-        raise RequestRefused("stopping", "")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_stop_in_the_middle_leaves_nothing(ledger: Path, threads: int) -> None:
+    """Also where banks are allocated at the same time: those that are there already, and those that come later."""
 
+    def stop(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) == 2:
+            raise RequestRefused("stopping", "")
+
+    told: list[int] = []
+    device = HostCopyDevice()
+    device.bank_threads = threads
     with pytest.raises(RequestRefused):
-        Banks("run", 3, 4, 256, stop)
+        Banks(device, "run", 8, 4, 256, stop)
     assert entries(ledger) == [] and reclaim_stale() == []

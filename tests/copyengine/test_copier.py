@@ -5,73 +5,87 @@ Whole steps of a worker over it are in tests/worker/test_slots.py.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from copyengine.copier import Attachment, Copier
-from copyengine.device import FAILED, LANDED, Bytes, Memory, Stream
+from copyengine.device import FAILED, LANDED, STREAMS, Bank, Memory, Run, Stream
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice, create_segment
 from copyengine.protocol import CopyCounters
 from copyengine.ring import CELLS, KINDS, CopyQuery, Kind, Limits, RingReader, RingWriter, ring_nbytes
 from copyengine.wire.errors import CopyFailed, PeerDied
+from tests.copyengine.array_bank import ArrayBank
 
 EXPERTS, SLOTS, RECORD = 6, 8, 64
 
 
 class Device(HostCopyDevice):
-    """Records what is copied; `token` is what a copy returns, `done` says when it is over."""
+    """Records what is copied; `token` is what a mark returns, `done` says when it is over."""
 
     def __init__(self) -> None:
         super().__init__()
         self.order: list[int] = []
+        self.runs: list[int] = []  # of each copy
         self.done: Callable[[], bool] = lambda: True
         self.token: Any = None
 
-    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> Any:
-        if source[0] == 255:
-            raise CopyFailed("told to")
-        super().copy(stream, source, target, offset)
-        self.order.append(int(source[0]))
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        self.runs.append(len(runs))
+        for run in runs:
+            refuse(source, run)
+            super().copy(stream, source, target, [run])
+            self.order.append(int(source.array[run.source_offset]))
+
+    def mark(self, stream: Stream, target: Memory) -> Any:
         return self.token
 
     def is_done(self, token: Any) -> bool:
         return self.done()
 
 
+def refuse(source: Bank, run: Run) -> None:
+    """A record of the value 255 cannot be copied."""
+    if 255 in source.array[run.source_offset : run.source_offset + run.nbytes]:
+        raise CopyFailed("told to")
+
+
 class Copy:
-    """A copy on one of the streams below."""
+    """One run on one of the streams below."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
+
+
+class Mark:
+    """What a stream was given up to here."""
+
+    def __init__(self) -> None:
         self.done = self.failed = False
 
 
 class StreamsDevice(HostCopyDevice):
-    """Copies and flag writes wait in a queue per stream until the test completes them, as device/__init__.py says."""
+    """Copies wait in a queue per stream until the test completes them, and all that is given behind them waits with
+    them, as device/__init__.py says.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
-        self.queues: dict[Stream, list[Copy | Callable[[], None]]] = {"demand": [], "background": []}
-        self.started: list[int] = []
+        self.queues: dict[Stream, list[Copy | Mark | Callable[[], None]]] = {stream: [] for stream in STREAMS}
+        self.started: list[int] = []  # the first record of each run
         self.written: list[tuple[int, int]] = []  # flag and value
 
-    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> Any:
-        if source[0] == 255:
-            raise CopyFailed("told to")
-        copy = Copy(lambda: HostCopyDevice.copy(self, stream, source, target, offset))
-        with self.lock:
-            self.started.append(int(source[0]))
-            self.queues[stream].append(copy)
-        return copy
-
-    def is_done(self, token: Copy) -> bool:  # type: ignore[override]
-        if token.failed:
-            raise CopyFailed("on the way")
-        return token.done
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        for run in runs:
+            refuse(source, run)
+            with self.lock:
+                self.started.append(int(source.array[run.source_offset]))
+                copy = Copy(lambda run=run: HostCopyDevice.copy(self, stream, source, target, [run]))  # type: ignore[misc]
+                self.queues[stream].append(copy)
 
     def write_flag(self, stream: Stream, flags: Memory, index: int, value: int) -> None:
         def write() -> None:
@@ -80,29 +94,44 @@ class StreamsDevice(HostCopyDevice):
 
         with self.lock:
             self.queues[stream].append(write)
-            self._write(stream)
+            self._go_on(stream)
+
+    def mark(self, stream: Stream, target: Memory) -> Any:
+        mark = Mark()
+        with self.lock:
+            self.queues[stream].append(mark)
+            self._go_on(stream)
+        return mark
+
+    def is_done(self, token: Mark) -> bool:  # type: ignore[override]
+        if token.failed:
+            raise CopyFailed("on the way")
+        return token.done
 
     def complete(self, stream: Stream) -> None:
-        """The first copy of the stream is over."""
+        """The first run of the stream is copied."""
         with self.lock:
             copy = self.queues[stream].pop(0)
             assert isinstance(copy, Copy)
             copy.run()
-            self._write(stream)
-            copy.done = True
+            self._go_on(stream)
 
     def fail(self, stream: Stream) -> None:
-        """The first copy of the stream fails, and all that it was given behind it."""
+        """The first run of the stream fails, and all that it was given behind it."""
         with self.lock:
             given, self.queues[stream] = self.queues[stream], []
-            for copy in given:
-                if isinstance(copy, Copy):
-                    copy.failed = True
+            for one in given:
+                if isinstance(one, Mark):
+                    one.failed = True
 
-    def _write(self, stream: Stream) -> None:
+    def _go_on(self, stream: Stream) -> None:
         queue = self.queues[stream]
         while queue and not isinstance(queue[0], Copy):
-            queue.pop(0)()  # type: ignore[operator]
+            given = queue.pop(0)
+            if isinstance(given, Mark):
+                given.done = True
+            else:
+                given()  # type: ignore[operator]
 
 
 class Worker:
@@ -116,7 +145,7 @@ class Worker:
         self.writer = RingWriter(self.ring.array, 16)
         bank = np.repeat(np.array([0, 1, 2, 3, 4, 255], np.uint8), RECORD)
         reader = RingReader(self.ring.array, Limits(1, EXPERTS, SLOTS, 16))
-        self.attachment = Attachment(name, [bank], RECORD, self.pool, self.flags, self.ring, reader)
+        self.attachment = Attachment(name, [ArrayBank(bank)], RECORD, self.pool, self.flags, self.ring, reader)
 
     def put(self, flag: int, kind: Kind, experts: tuple[int, ...], slots: tuple[int, ...] | None = None) -> None:
         assert self.writer.try_put(CopyQuery(flag, kind, 0, experts, slots or experts))
@@ -243,41 +272,59 @@ def ring(copier: Copier, worker: Worker, flag: int, kind: Kind, experts: tuple[i
     copier.wake()
 
 
-def test_on_streams_a_flag_lands_behind_the_last_piece_and_what_is_copied_is_counted(
+def test_on_streams_a_flag_lands_behind_the_last_run_and_all_that_is_on_the_way_is_counted(
     streams: Streams, worker: Worker
 ) -> None:
+    """A demand query of three runs goes out at once; its records count before its flag can be seen."""
     device, copier = streams
     ring(copier, worker, 0, "demand", (0, 2, 4))
     until(lambda: device.started == [0, 2, 4])
-    for copied in (1, 2):
+    for _ in range(2):
         device.complete("demand")
-        until(lambda copied=copied: copier.stats().counters["demand"].records == copied)  # type: ignore[misc]
+        time.sleep(0.01)
         assert worker.flag(0) == 0
     device.complete("demand")
     assert worker.flag(0) == LANDED
-    until(lambda: copier.stats().counters["demand"] == CopyCounters(1, 3, 3 * RECORD, 0))
+    assert copier.stats().counters["demand"] == CopyCounters(1, 3, 3 * RECORD, 0)
 
 
 def test_on_streams_a_failure_fails_its_query_once_and_never_lands(streams: Streams, worker: Worker) -> None:
-    """The second piece of three fails when the third and the flag's write are on their way behind it."""
+    """The second run of three fails when the third and the flag's write are on their way behind it."""
     device, copier = streams
     ring(copier, worker, 0, "demand", (0, 2, 4))
     until(lambda: device.started == [0, 2, 4])
     device.complete("demand")
+    until(lambda: marked(device, "demand", 1))
     device.fail("demand")
     until(lambda: worker.flag(0) == FAILED)
     ring(copier, worker, 1, "demand", (1,))
     until(lambda: device.started == [0, 2, 4, 1])
+    until(lambda: marked(device, "demand", 1))
     device.complete("demand")
-    until(lambda: copier.stats().counters["demand"] == CopyCounters(2, 2, 2 * RECORD, 1))
-    assert device.written == [(0, FAILED), (1, LANDED)]
+    until(lambda: device.written == [(0, FAILED), (1, LANDED)])
+    assert copier.stats().counters["demand"] == CopyCounters(2, 1, RECORD, 1)
+
+
+def test_on_streams_what_was_started_of_a_query_ends_before_its_flag_says_failed(
+    streams: Streams, worker: Worker
+) -> None:
+    """The third run cannot be started while the first two are on the way."""
+    device, copier = streams
+    ring(copier, worker, 0, "demand", (0, 2, 5, 4))
+    until(lambda: copier.stats().counters["demand"].failed_queries == 1)
+    assert device.started == [0, 2]
+    for _ in range(2):
+        assert device.written == []
+        device.complete("demand")
+    assert device.written == [(0, FAILED)]
+    assert copier.stats().counters["demand"] == CopyCounters(1, 0, 0, 1)
 
 
 def test_on_streams_failed_is_written_after_the_last_piece_in_flight(streams: Streams, worker: Worker) -> None:
     """The third piece of four cannot be started while the second is in flight: the slots are not free before that."""
     device, copier = streams
     ring(copier, worker, 0, "stream", (0, 1, 5, 4))
-    until(lambda: device.started == [0, 1])
+    until(lambda: device.started == [0, 1] and marked(device, "background", 2))
     device.complete("background")
     time.sleep(0.02)
     assert device.written == [] and device.started == [0, 1]
@@ -285,6 +332,42 @@ def test_on_streams_failed_is_written_after_the_last_piece_in_flight(streams: St
     until(lambda: device.written == [(0, FAILED)])
     time.sleep(0.01)
     assert device.started == [0, 1] and copier.stats().counters["stream"] == CopyCounters(1, 2, 2 * RECORD, 1)
+
+
+def marked(device: StreamsDevice, stream: Stream, marks: int) -> bool:
+    """The copier has done with what it gives a stream for so many pieces."""
+    with device.lock:
+        return sum(isinstance(given, Mark) for given in device.queues[stream]) == marks
+
+
+def test_a_stream_piece_is_a_query_where_a_worker_has_its_link_for_itself(copier: Copier, device: Device) -> None:
+    """While two workers share a link, and on the host, pieces have one record. Prefetch pieces always have one."""
+    a, b, c, d = (on_a_link(Worker(name), link) for name, link in [("a", "x"), ("b", "x"), ("c", "y"), ("d", "")])
+
+    def runs(worker: Worker, kind: Kind) -> list[int]:
+        """Of the pieces of three records that are no neighbours."""
+        device.runs.clear()
+        worker.flags.array[:] = 0
+        ring(copier, worker, 0, kind, (0, 2, 4))
+        until(lambda: worker.flag(0) == LANDED)
+        return list(device.runs)
+
+    for worker in (a, c, d):
+        copier.attach(worker.attachment).result(10)
+    assert [runs(worker, "stream") for worker in (a, c, d)] == [[3], [3], [1, 1, 1]]
+    assert [runs(a, "prefetch"), runs(a, "demand")] == [[1, 1, 1], [3]]
+    copier.attach(b.attachment).result(10)
+    assert [runs(worker, "stream") for worker in (a, b, c)] == [[1, 1, 1], [1, 1, 1], [3]]
+    copier.detach("a").result(10)
+    assert runs(b, "stream") == [3]
+    for worker in (a, b, c, d):
+        worker.close()
+
+
+def on_a_link(worker: Worker, link: str) -> Worker:
+    """As if its pool lay on a device that `link` leads to."""
+    worker.pool.handle = replace(worker.pool.handle, device=link)  # type: ignore[misc]
+    return worker
 
 
 def test_sleeps_when_idle_and_wakes_for_wake_and_for_a_step(copier: Copier, worker: Worker) -> None:
@@ -304,6 +387,32 @@ def test_sleeps_when_idle_and_wakes_for_wake_and_for_a_step(copier: Copier, work
     until(lambda: copier.stats().asleep)
     copier.wake()
     until(lambda: copier.stats().asleep)
+
+
+@pytest.mark.parametrize("step_spin_us", [0, 10**9])
+def test_naps_between_records_only_where_it_may(
+    device: Device, worker: Worker, monkeypatch: pytest.MonkeyPatch, step_spin_us: int
+) -> None:
+    """While a step runs; it is over before the copier has been without work for so long."""
+    naps: list[float] = []
+    yields: list[float] = []
+
+    def nap(waited_s: float) -> None:
+        naps.append(waited_s)
+        time.sleep(0.001)
+
+    monkeypatch.setattr("copyengine.copier.nap", nap)
+    monkeypatch.setattr("copyengine.copier._yield_core", lambda: yields.append(0))
+    copier = Copier(device, 2, 1000, lambda: None, step_spin_us)
+    worker.writer.begin_step()
+    copier.start()
+    copier.attach(worker.attachment).result(10)
+    for flag in range(3):
+        worker.put(flag, "demand", (1,))
+        until(lambda flag=flag: worker.flag(flag) == LANDED)  # type: ignore[misc]
+        time.sleep(0.01)
+    assert bool(naps) == (step_spin_us == 0) and bool(yields) != bool(naps)
+    copier.stop()
 
 
 def test_detach_waits_for_what_is_in_flight_and_fails_the_rest(copier: Copier, device: Device, worker: Worker) -> None:
@@ -429,7 +538,7 @@ def test_a_bug_in_the_loop_is_told(worker: Worker, caplog: pytest.LogCaptureFixt
     """A device that raises what it may not: the thread ends, loudly."""
 
     class Broken(Device):
-        def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> Any:
+        def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
             raise ZeroDivisionError("a bug")
 
     dead = threading.Event()

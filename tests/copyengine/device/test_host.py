@@ -14,13 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from copyengine.device import CLEARED, FAILED, LANDED, RELEASED
+from copyengine.device import CLEARED, FAILED, LANDED, RELEASED, Run
 from copyengine.device import ledger as ledger_module
 from copyengine.device.host import (
     NAME_CHARS,
     HostCopyDevice,
     HostWorkerDevice,
-    Segment,
     attach_segment,
     create_segment,
     reclaim_stale,
@@ -142,7 +141,10 @@ def test_a_process_that_ends_now_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_handle_that_lies_is_refused() -> None:
+    """In its length; in its kind, though the name is a segment's."""
     segment = create_segment("run", "pool", 100)
+    with pytest.raises(WireError, match="cuda_ipc"):
+        attach_segment(MemoryHandle("cuda_ipc", segment.handle.name, 100))
     for nbytes in (0, -1, 1 << 30):
         with pytest.raises(WireError, match="not"):
             attach_segment(MemoryHandle("shm", segment.handle.name, nbytes))
@@ -260,16 +262,22 @@ def test_flags_round_trip() -> None:
 
 
 def test_copies_land_where_told_and_nowhere_else() -> None:
+    """Two runs of a bank, one of which ends where the pool does; past it, and once the pool is closed, none is made."""
     worker, copier = HostWorkerDevice(), HostCopyDevice()
     pool = worker.allocate("run", "pool", 100)
-    assert isinstance(pool, Segment)
+    bank = copier.allocate_bank("run", "bank", 40)
+    bank.array[:] = np.arange(1, 41)
     theirs = copier.open(pool.handle)
-    source = np.arange(1, 31, dtype=np.uint8)
-    copier.copy("demand", source, theirs, 70)
-    assert pool.array.tolist() == [0] * 70 + source.tolist()
+    assert (theirs.nbytes, bank.nbytes) == (100, 40)
+    copier.copy("demand", bank, theirs, [Run(0, 10, 5), Run(10, 70, 30)])
+    assert copier.is_done(None)
+    assert pool.array.tolist() == [0] * 10 + [1, 2, 3, 4, 5] + [0] * 55 + list(range(11, 41))
     with pytest.raises(CopyFailed, match="outside"):
-        copier.copy("background", source, theirs, 71)
+        copier.copy("background", bank, theirs, [Run(0, 71, 30)])
     theirs.close()
+    assert theirs.nbytes == 0
     with pytest.raises(CopyFailed, match="outside"):
-        copier.copy("demand", source, theirs, 0)
+        copier.copy("demand", bank, theirs, [Run(0, 0, 1)])
+    copier.close()
+    bank.close()
     pool.close()
