@@ -10,6 +10,9 @@ queries may be reused, and each expert is still fetched at most once. Same input
 
 `cut` and `admit` are the host's, who rings by itself. `admit_layer` does the whole layer on the device in one launch,
 ring records and flags included, and waits for nobody: the same tables after it as after `cut` and `admit`.
+
+`request_part` is for steps that need every expert of a layer: it changes no table of residents, and has what is not
+resident copied into stream slots that lie behind the pool's S.
 """
 
 from torch import Tensor
@@ -25,6 +28,7 @@ from kernels.admit.device import (
     new_device_admission,
 )
 from kernels.admit.state import ABSENT, AdmissionState, Cut, new_state
+from kernels.admit.stream import DeviceStream, check_part, new_device_stream
 
 __all__ = [
     "ABSENT",
@@ -33,6 +37,7 @@ __all__ = [
     "AdmissionState",
     "Cut",
     "DeviceAdmission",
+    "DeviceStream",
     "admit",
     "admit_layer",
     "cut",
@@ -40,7 +45,9 @@ __all__ = [
     "launches",
     "most_queries",
     "new_device_admission",
+    "new_device_stream",
     "new_state",
+    "request_part",
 ]
 
 
@@ -91,3 +98,20 @@ def admit_layer(
     from kernels.admit import tri
 
     tri.admit_layer(state, device, layer, offsets, index, count_routing)
+
+
+def request_part(
+    state: AdmissionState, admission: DeviceAdmission, stream: DeviceStream, layer: int, part: int, turn: int
+) -> None:
+    """Make part `part` of a layer's experts available in turn `turn`'s tables, on the device, in one launch.
+
+    Experts that are not resident are rung, as one record of kind stream, to the turn's stream slots; the turn's flag is
+    cleared before, or set at once if none is missing. Afterwards `stream.tables[turn]` has the slots of the part's
+    experts and ABSENT for all others. Launch it behind the last GEMM that read the turn's tables. Once the ring has
+    stayed full nothing is rung, and the flag says that the copies did not land. ValueError for a layer, part or turn
+    that there is not.
+    """
+    check_part(state, stream, layer, part, turn)
+    from kernels.admit import tri_stream
+
+    tri_stream.request_part(state, admission, stream, layer, part, turn)
