@@ -227,7 +227,11 @@ class CudaCopyDevice:
         link = target.link
         self._enter(link)
         event = link.events.pop() if link.events else self._driver.event()
-        self._driver.record(event, link.streams[stream])
+        try:
+            self._driver.record(event, link.streams[stream])
+        except CudaError:
+            link.events.append(event)
+            raise
         return event, link.events
 
     def is_done(self, token: Any) -> bool:
