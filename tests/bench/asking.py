@@ -5,6 +5,7 @@ import itertools
 import random
 import statistics
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,23 @@ def launched(ready_s: float, *flags: str) -> Iterator[Engine]:
 
 def _is_ready(engine: Engine) -> bool:
     return any(line.startswith("  try") for line in list(engine.output))  # the last line of the Ready block
+
+
+TOUCH = """
+import sys, threading, numpy
+memory = numpy.empty((16, int(sys.argv[1]) << 26), numpy.uint8)
+threads = [threading.Thread(target=part.fill, args=(1,)) for part in memory]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def touch(gib: int) -> None:
+    """Fill that much memory and free it: some virtual machines show only what they have used so far, and an engine is
+    not started where too little is seen."""
+    subprocess.run([sys.executable, "-c", TOUCH, str(gib)], check=True)
 
 
 def prompts(lengths: Sequence[int], repeats: int, vocab_size: int, seed: int = 0) -> list[Question]:
