@@ -16,6 +16,7 @@ from copyengine.protocol import (
     Failed,
     Load,
     Loaded,
+    LoadFormat,
     LoadProgress,
     Reply,
     Request,
@@ -49,9 +50,10 @@ class CopyEngineClient:
         hf_overrides: str = "{}",
         deadline_s: float = 120.0,
         on_progress: Callable[[LoadProgress], None] = lambda _: None,
+        load_format: LoadFormat = "auto",
     ) -> Loaded:
         """Load the banks, or join; PeerTimeout after `deadline_s` without progress. ConfigError if it is refused."""
-        return await self._rpc.expect(Load(model, dtype, hf_overrides), Loaded, deadline_s, on_progress)
+        return await self._rpc.expect(Load(model, dtype, hf_overrides, load_format), Loaded, deadline_s, on_progress)
 
     async def attach(self, request: Attach) -> None:
         """Have the ring of a worker served. RequestRefused("not_loaded") before Load, WireError for wrong memory."""

@@ -1,4 +1,5 @@
-"""Everything a change must pass: `python -m tests.check`; with `--no-tests` all but pytest, for a CI that ran it."""
+"""Everything a change must pass: `python -m tests.check`; with `--gpu` also the tests that need a CUDA device, with
+`--no-tests` all but pytest, for a CI that ran it."""
 
 import subprocess
 import sys
@@ -14,15 +15,17 @@ STATIC: tuple[tuple[str, ...], ...] = (
 """Run as `python -m ...`; mypy reads its packages from pyproject.toml."""
 
 
-def commands(tests: bool) -> list[tuple[str, ...]]:
+def commands(tests: bool, gpu: bool) -> list[tuple[str, ...]]:
     """The modules to run with their arguments, in order."""
-    return [*STATIC, *([("pytest",)] if tests else [])]
+    on_cpu = [("pytest",)] if tests else []
+    on_gpu = [("pytest", "-m", "gpu")] if gpu else []
+    return [*STATIC, *on_cpu, *on_gpu]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run all commands, also after one failed; 0 if each passed."""
     failed = []
-    for command in commands(tests="--no-tests" not in argv):
+    for command in commands(tests="--no-tests" not in argv, gpu="--gpu" in argv):
         print(f"== {' '.join(command)}", flush=True)
         start = time.monotonic()
         code = subprocess.run([sys.executable, "-m", *command], check=False).returncode

@@ -13,6 +13,7 @@ from copyengine.protocol import Attach, Dtype, Loaded, LoadProgress
 from copyengine.thread import CopyEngineThread
 from copyengine.wire.errors import SlotstreamError
 from worker.config import WorkerConfig
+from worker.protocol import Load
 
 DETACH_S = 1.0
 """Seconds that a farewell may take."""
@@ -30,22 +31,22 @@ class CopyEngineLink:
         thread_death = asyncio.Event()
         if not endpoint:
             loop = asyncio.get_running_loop()
-            own = CopyEngineConfig(run_id=run_id, event_loop=config.event_loop, log_level=config.log_level)
+            own = CopyEngineConfig(
+                run_id=run_id,
+                device="cuda" if config.device == "cuda" else "cpu",
+                event_loop=config.event_loop,
+                log_level=config.log_level,
+            )
             self._thread = CopyEngineThread(own, context, lambda: _set(loop, thread_death))
             endpoint = self._thread.start()
         self._client = CopyEngineClient(context, endpoint)
         self.lost = thread_death if self._thread else self._client.lost
 
-    async def load(
-        self,
-        model: str,
-        dtype: Dtype,
-        hf_overrides: str,
-        deadline_s: float,
-        on_progress: Callable[[LoadProgress], None],
-    ) -> Loaded:
-        """Have the banks filled. Raises as CopyEngineClient.load does."""
-        return await self._client.load(model, dtype, hf_overrides, deadline_s, on_progress)
+    async def load(self, load: Load, dtype: Dtype, on_progress: Callable[[LoadProgress], None]) -> Loaded:
+        """Have the banks filled for `load`. Raises as CopyEngineClient.load does."""
+        return await self._client.load(
+            load.model, dtype, load.hf_overrides, load.deadline_s, on_progress, load.load_format
+        )
 
     async def attach(self, request: Attach) -> None:
         """Have this worker's ring served."""

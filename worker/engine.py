@@ -5,27 +5,27 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
-import psutil
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
 from copyengine.budget import Budget, Wanted, plan
 from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
-from copyengine.device.host import HostWorkerDevice
 from copyengine.protocol import Dtype
-from kernels.formats import RecordLayout, layout
+from copyengine.records import record_layout
+from kernels.formats import RecordLayout
+from worker.backend import Backend, Slots
+from worker.dummy import dummy_dense
+from worker.expert_stats import MODES
+from worker.geometry import SlotGeometry
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.model.moe import ExpertPool
+from worker.model.moe import Experts
 from worker.protocol import ExpertStats, Load, Loaded, LoadProgress, Mode, RunStep
-from worker.slots import MODES, ExpertSlots, SlotGeometry
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
-DEVICE = torch.device("cpu")
 PROGRESS_S = 0.1
 """Seconds between two progress reports of one phase at least."""
 
@@ -45,27 +45,26 @@ class Prepared(Struct, frozen=True):
     budget: Budget
 
 
-def prepare(load: Load) -> Prepared:
+def prepare(load: Load, backend: Backend) -> Prepared:
     """Check the checkpoint and the sizes asked for, before anything large is read or allocated.
 
     ConfigError if they are no good. The budget is a first one: `fit` makes the one that holds.
     """
-    model = open_model(Path(load.model), load.hf_overrides)
-    spec = model.spec
-    dtype = cast(Dtype, spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
-    record = layout(dtype, spec.hidden, spec.moe.intermediate) if spec.moe else None
-    return Prepared(model, dtype, record, _budget(model, dtype, record, load))
+    model = open_model(Path(load.model), load.hf_overrides, load.load_format)
+    dtype = cast(Dtype, model.spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
+    record = record_layout(model.spec, dtype)
+    return Prepared(model, dtype, record, _budget(model, dtype, record, load, backend))
 
 
-def fit(prepared: Prepared, load: Load) -> Prepared:
+def fit(prepared: Prepared, load: Load, backend: Backend) -> Prepared:
     """`prepared` with the sizes that fit now that the banks have their memory. ConfigError if there is too little."""
-    budget = _budget(prepared.model, prepared.dtype, prepared.record, load)
+    budget = _budget(prepared.model, prepared.dtype, prepared.record, load, backend)
     for note in budget.notes:
         log.warning("%s", note)
     return replace(prepared, budget=budget)
 
 
-def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load) -> Budget:
+def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load, backend: Backend) -> Budget:
     """The plan for what this worker allocates itself.
 
     The banks are the copy engine's, which may have allocated them long ago, for another worker: it checks them itself.
@@ -81,17 +80,20 @@ def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load)
         max_step_tokens=load.max_step_tokens,
         page_tokens=load.page_tokens,
     )
-    return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
+    return plan(spec, dtype, record_nbytes, backend.free_nbytes() + bank_nbytes, wanted)
 
 
 class Engine:
     """See worker.server.Engine."""
 
-    def __init__(self, facts: Loaded, runner: StepRunner, slots: ExpertSlots | None, lost: asyncio.Future[str]) -> None:
+    def __init__(
+        self, facts: Loaded, runner: StepRunner, slots: Slots | None, backend: Backend, lost: asyncio.Future[str]
+    ) -> None:
         self.facts = facts
         self.lost = lost
         self._runner = runner
         self._slots = slots
+        self._backend = backend
 
     def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
         """Run one step on the calling thread. Raises as StepRunner.run does."""
@@ -111,20 +113,29 @@ class Engine:
             self._slots.release(why)
 
     def close(self) -> None:
-        """Free pool, flags and ring."""
+        """Free pool, flags and ring, and give the device back."""
         if self._slots:
             self._slots.close()
+        self._backend.close()
 
 
-def make_slots(
+class Pool(NamedTuple):
+    """The slots of an MoE model, and its experts as they come through them."""
+
+    slots: Slots
+    experts: Experts
+
+
+def make_pool(
     prepared: Prepared,
+    backend: Backend,
     worker: str,
     run_id: str,
     wake: Callable[[], None],
     on_release: Callable[[str], None],
     on_progress: OnProgress,
-) -> ExpertSlots | None:
-    """The slot pool, empty; None for a dense model. ConfigError if there is not enough shared memory.
+) -> Pool | None:
+    """The slot pool, empty; None for a dense model. ConfigError if there is not enough memory.
 
     `wake` and `on_release` are called as ExpertSlots says.
     """
@@ -140,33 +151,44 @@ def make_slots(
         max_query=prepared.budget.query_experts,
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
-    device = HostWorkerDevice()
-    return ExpertSlots(device, run_id, worker, geometry, wake, COPY_DEADLINE_S, on_release, progress.add)
+    record = prepared.record
+    return Pool(*backend.make_slots(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add))
 
 
 def build_runner(
-    prepared: Prepared, load: Load, slots: ExpertSlots | None, on_progress: OnProgress
+    prepared: Prepared, load: Load, backend: Backend, pool: Pool | None, on_progress: OnProgress
 ) -> tuple[StepRunner, KvCache]:
     """Read the dense weights and put the model together. ConfigError if a file does not hold what it says."""
-    spec = prepared.model.spec
-    progress = _Progress("dense weights", dense_file_nbytes(prepared.model), on_progress)
-    weights = load_dense(prepared.model, prepared.dtype, DEVICE, progress.add)
+    spec, budget = prepared.model.spec, prepared.budget
     dtype = TORCH_DTYPES[prepared.dtype]
-    kv = KvCache(spec, prepared.budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, DEVICE)
-    experts = None
-    if slots is not None and prepared.record is not None:
-        experts = ExpertPool(slots, torch.from_numpy(slots.pool_bytes), prepared.record)
-    return StepRunner(spec, build_model(spec, weights, kv, experts), kv, slots), kv
+    if load.load_format == "dummy":
+        progress = _Progress("dense weights", budget.dense_nbytes, on_progress)
+        weights = dummy_dense(spec, prepared.dtype, backend.device, progress.add)
+    else:
+        progress = _Progress("dense weights", dense_file_nbytes(prepared.model), on_progress)
+        weights = load_dense(prepared.model, prepared.dtype, backend.device, progress.add)
+    kv = KvCache(spec, budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, backend.device)
+    decoder = build_model(spec, weights, kv, pool.experts if pool else None)
+    longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
+    table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0
+    graphs = backend.graphs(decoder, load.max_running)
+    return StepRunner(spec, decoder, kv, pool.slots if pool else None, table_pages, graphs), kv
 
 
 def facts_of(
-    prepared: Prepared, kv: KvCache, slots: ExpertSlots | None, bank_nbytes: int, copy_engine: str, load_s: float
+    prepared: Prepared,
+    backend: Backend,
+    kv: KvCache,
+    slots: Slots | None,
+    bank_nbytes: int,
+    copy_engine: str,
+    load_s: float,
 ) -> Loaded:
     """What the scheduler is told, as really allocated."""
     spec = prepared.model.spec
     moe = spec.moe
     return Loaded(
-        device=DEVICE.type,
+        device=backend.name,
         dtype=prepared.dtype,
         vocab_size=spec.vocab_size,
         max_position=spec.max_position,
@@ -180,7 +202,7 @@ def facts_of(
         page_tokens=kv.page_tokens,
         kv_nbytes=kv.nbytes,
         bank_nbytes=bank_nbytes,
-        pool_nbytes=slots.pool_bytes.nbytes if slots else 0,
+        pool_nbytes=slots.geometry.pool_slots * slots.geometry.record_nbytes if slots else 0,
         dense_nbytes=prepared.budget.dense_nbytes,
         copy_engine=copy_engine,
         load_s=load_s,

@@ -3,6 +3,7 @@
 import torch
 
 from copyengine.model_spec import ModelSpec
+from kernels.attention import store_kv
 
 
 class KvLayer:
@@ -17,8 +18,7 @@ class KvLayer:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> None:
         """Stores row i of k, v [T, kv_heads, D] in page `pages[i]` at place `offsets[i]` ([T] int64 each)."""
-        self.k[pages, offsets] = k
-        self.v[pages, offsets] = v
+        store_kv(k, v, self.k, self.v, pages, offsets)
 
 
 class KvCache:

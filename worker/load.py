@@ -18,8 +18,8 @@ from worker.copy_engine_link import CopyEngineLink
 from worker.protocol import Load, LoadProgress
 
 if TYPE_CHECKING:
+    from worker.backend import Backend, Slots
     from worker.engine import Engine, Prepared
-    from worker.slots import ExpertSlots
 
 T = TypeVar("T")
 OnProgress = Callable[[LoadProgress], None]
@@ -38,29 +38,42 @@ class EngineLoader:
 
     async def __call__(self, load: Load, compute: ComputeThread, on_progress: OnProgress) -> "Engine":
         """The loaded engine. ConfigError, PeerDied or PeerTimeout if it cannot be; nothing is left behind then."""
-        from worker import engine
+        from worker.backend import open_backend
 
         start_s = time.monotonic()
-        tell = self._from_thread(on_progress)
-        checked = await compute.run(lambda: engine.prepare(load))
-        bank_nbytes = await self._fill_banks(load, checked, on_progress)
-        prepared = await compute.run(lambda: engine.fit(checked, load))
-        lost: asyncio.Future[str] = self._loop.create_future()
-        slots = await compute.run(
-            lambda: engine.make_slots(
-                prepared, self._config.name, self._run_id, self._wake, self._from_thread(_first(lost)), tell
-            ),
-            discard=_close,
-        )
+        backend: Backend = await compute.run(lambda: open_backend(self._config), discard=_close)
         try:
-            runner, kv = await compute.run(lambda: engine.build_runner(prepared, load, slots, tell))
+            return await self._load(load, compute, backend, on_progress, start_s)
+        except BaseException:
+            _close(backend)
+            raise
+
+    async def _load(
+        self, load: Load, compute: ComputeThread, backend: "Backend", on_progress: OnProgress, start_s: float
+    ) -> "Engine":
+        from worker import engine
+
+        tell = self._from_thread(on_progress)
+        checked = await compute.run(lambda: engine.prepare(load, backend))
+        bank_nbytes = await self._fill_banks(load, checked, on_progress)
+        prepared = await compute.run(lambda: engine.fit(checked, load, backend))
+        lost: asyncio.Future[str] = self._loop.create_future()
+        pool = await compute.run(
+            lambda: engine.make_pool(
+                prepared, backend, self._config.name, self._run_id, self._wake, self._from_thread(_first(lost)), tell
+            ),
+            discard=lambda made: _close(made.slots if made else None),
+        )
+        slots = pool.slots if pool else None
+        try:
+            runner, kv = await compute.run(lambda: engine.build_runner(prepared, load, backend, pool, tell))
             await self._attach(slots)
         except BaseException:
             _close(slots)
             raise
         load_s = time.monotonic() - start_s
-        facts = engine.facts_of(prepared, kv, slots, bank_nbytes, self._link.kind, load_s)
-        return engine.Engine(facts, runner, slots, lost)
+        facts = engine.facts_of(prepared, backend, kv, slots, bank_nbytes, self._link.kind, load_s)
+        return engine.Engine(facts, runner, slots, backend, lost)
 
     def close(self) -> None:
         """Stop watching the copy engine."""
@@ -73,19 +86,19 @@ class EngineLoader:
         def relay(progress: BankProgress) -> None:
             on_progress(LoadProgress(progress.phase, progress.done_nbytes, progress.total_nbytes))
 
-        banks = await self._link.load(load.model, prepared.dtype, load.hf_overrides, load.deadline_s, relay)
+        banks = await self._link.load(load, prepared.dtype, relay)
         expected = prepared.record.record_nbytes if prepared.record else 0
         if banks.record_nbytes != expected:
             raise ConfigError(f"the copy engine's expert records have {banks.record_nbytes} bytes, not {expected}")
         return banks.bank_nbytes
 
-    async def _attach(self, slots: "ExpertSlots | None") -> None:
+    async def _attach(self, slots: "Slots | None") -> None:
         """Have the slots served, and released if the copy engine dies. Nothing to do for a dense model."""
         if slots is not None:
             await self._link.attach(slots.attach_request)
             self._spawn(self._release_on_death(slots))
 
-    async def _release_on_death(self, slots: "ExpertSlots") -> None:
+    async def _release_on_death(self, slots: "Slots") -> None:
         await self._link.lost.wait()
         slots.release("the copy engine is gone: its connection closed")
 
@@ -115,9 +128,9 @@ class EngineLoader:
         task.add_done_callback(self._tasks.discard)
 
 
-def _close(slots: "ExpertSlots | None") -> None:
-    if slots is not None:
-        slots.close()
+def _close(resource: "Slots | Backend | None") -> None:
+    if resource is not None:
+        resource.close()
 
 
 def _first(future: asyncio.Future[str]) -> Callable[[str], None]:

@@ -13,43 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from msgspec import Struct
 
 from copyengine.device import OnBytes, WorkerDevice
-from copyengine.protocol import MAX_QUERY, Attach
+from copyengine.protocol import Attach
 from copyengine.ring import CopyQuery
 from kernels import admit
+from worker.expert_stats import MODES, add, count
+from worker.geometry import SlotGeometry
 from worker.mailbox import Mailbox
 from worker.protocol import ExpertStats, Mode
 from worker.stream_cursor import StreamCursor
-
-MODES: tuple[Mode, ...] = ("decode", "demand", "streamed")
-
-
-class SlotGeometry(Struct, frozen=True):
-    """Sizes of a pool: S cache slots, then `stream_groups` groups of min(E, max_query) stream slots."""
-
-    layers: int  # L
-    experts: int  # E
-    record_nbytes: int
-    slots: int  # S
-    stream_groups: int = 2
-    max_query: int = MAX_QUERY
-
-    @property
-    def group_slots(self) -> int:
-        """Stream slots of one group."""
-        return min(self.experts, self.max_query)
-
-    @property
-    def stream_slots(self) -> int:
-        """Stream slots of all groups."""
-        return self.stream_groups * self.group_slots
-
-    @property
-    def pool_slots(self) -> int:
-        """Cache and stream slots."""
-        return self.slots + self.stream_slots
 
 
 @dataclass(frozen=True)
@@ -155,6 +128,10 @@ class ExpertSlots:
         self._forget_lost()  # of a layer whose groups were not all asked for
         return self._on_demand(layer, experts)
 
+    def collect(self, tokens: torch.Tensor) -> list[int]:
+        """`tokens` as a list: on the host nothing is still being computed."""
+        return [int(token) for token in tokens.tolist()]
+
     def end_step(self) -> ExpertStats:
         """End the step, once nothing it asked for is on the way any more; its counters."""
         self._finish()
@@ -166,7 +143,7 @@ class ExpertSlots:
         The traffic of the step is counted, the step is not.
         """
         if self._mode is not None:
-            self._step = _counted(self._step, steps=-1)
+            self._step = count(self._step, steps=-1)
             self._finish()
 
     def release(self, why: str) -> None:
@@ -182,7 +159,7 @@ class ExpertSlots:
         assert self._mode is not None, "no step has begun"
         self._forget_lost()
         self._mailbox.end_step()
-        self._totals[self._mode] = _sum(self._totals[self._mode], self._step)
+        self._totals[self._mode] = add(self._totals[self._mode], self._step)
         self._mode = None
 
     def _forget_lost(self) -> None:
@@ -238,18 +215,4 @@ class ExpertSlots:
             self._count(misses=len(query.experts))
 
     def _count(self, hits: int = 0, misses: int = 0) -> None:
-        self._step = _counted(self._step, hits=hits, misses=misses, record_nbytes=self.geometry.record_nbytes)
-
-
-def _counted(stats: ExpertStats, steps: int = 0, hits: int = 0, misses: int = 0, record_nbytes: int = 0) -> ExpertStats:
-    return _sum(stats, ExpertStats(steps, hits + misses, hits, misses, misses * record_nbytes))
-
-
-def _sum(a: ExpertStats, b: ExpertStats) -> ExpertStats:
-    return ExpertStats(
-        steps=a.steps + b.steps,
-        lookups=a.lookups + b.lookups,
-        hits=a.hits + b.hits,
-        misses=a.misses + b.misses,
-        copied_nbytes=a.copied_nbytes + b.copied_nbytes,
-    )
+        self._step = count(self._step, hits=hits, misses=misses, record_nbytes=self.geometry.record_nbytes)

@@ -25,7 +25,7 @@ from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.client import CopyEngineClient
 from copyengine.config import CopyEngineConfig
-from copyengine.device.host import HostWorkerDevice
+from copyengine.device.host import HostCopyDevice, HostWorkerDevice
 from copyengine.loading import BankLoader
 from copyengine.protocol import Load, Loaded, LoadProgress
 from copyengine.server import CopyEngineServer
@@ -36,7 +36,8 @@ from copyengine.wire.loop import EventLoop, run
 from kernels.formats import layout
 from worker.client import WorkerClient
 from worker.protocol import Load as WorkerLoad
-from worker.slots import ExpertSlots, SlotGeometry
+from worker.geometry import SlotGeometry
+from worker.slots import ExpertSlots
 
 SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
 LOOPS: tuple[EventLoop, ...] = ("uvloop", "selector") if sys.platform != "win32" else ("selector",)
@@ -294,7 +295,7 @@ def test_banks_that_come_after_their_load_was_cancelled_are_freed(
     monkeypatch.setattr("copyengine.loading.read_experts", slow)
 
     async def test() -> None:
-        loader = BankLoader("run")
+        loader = BankLoader(HostCopyDevice(), "run")
 
         async def tell(_: LoadProgress) -> None:
             return

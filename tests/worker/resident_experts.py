@@ -10,9 +10,9 @@ from copyengine.checkpoint.model import Model, open_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.protocol import Dtype
 from kernels.formats import RecordLayout, layout
+from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.model.moe import ExpertPool
 from worker.protocol import ExpertStats, Mode
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
@@ -41,6 +41,9 @@ class ResidentExperts:
 
     def begin_step(self, mode: Mode) -> None:
         self.calls.append(f"begin {mode}")
+
+    def collect(self, tokens: torch.Tensor) -> list[int]:
+        return [int(token) for token in tokens.tolist()]
 
     def end_step(self) -> ExpertStats:
         self.calls.append("end")
@@ -80,4 +83,5 @@ def resident_runner(
     record = layout(dtype, spec.hidden, spec.moe.intermediate)
     pool = torch.from_numpy(read_banks(checkpoint, record).reshape(-1, record.record_nbytes))
     experts = ResidentExperts(len(spec.moe_layers), spec.moe.experts, group)
-    return StepRunner(spec, build_model(spec, weights, kv, ExpertPool(experts, pool, record)), kv, experts)
+    on_host = HostExperts(experts, pool, record, spec.moe.experts)
+    return StepRunner(spec, build_model(spec, weights, kv, on_host), kv, experts)

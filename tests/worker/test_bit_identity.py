@@ -17,11 +17,11 @@ from kernels.formats import layout
 from tests.worker.random_weights import random_bank, random_weights
 from tests.worker.resident_experts import CPU
 from tests.worker.test_slots import Rig
+from worker.geometry import SlotGeometry
+from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.model.moe import ExpertPool
 from worker.protocol import ExpertStats, Mode, RunStep, Sampling, SequenceStep
-from worker.slots import SlotGeometry
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES
 
@@ -58,7 +58,7 @@ class Engine:
             else:
                 weights[name] *= 3
         self.kv = KvCache(spec, 80, PAGE_TOKENS, kind, CPU)
-        pool = ExpertPool(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record)
+        pool = HostExperts(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record, moe.experts)
         self.runner = StepRunner(spec, build_model(spec, weights, self.kv, pool), self.kv, rig.slots)
 
     def chunk(self, mode: Mode, tokens: int) -> tuple[Bits, ExpertStats]:

@@ -14,12 +14,14 @@ from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
 from copyengine.wire.rpc import Call, RpcServer
 from worker import engine
+from worker.backend import HostBackend
 from worker.compute import ComputeThread
 from worker.config import WorkerConfig
 from worker.copy_engine_link import CopyEngineLink
 from worker.load import EngineLoader
 from worker.protocol import Load
 
+HOST = HostBackend()
 SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
 
 
@@ -59,7 +61,7 @@ def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str) -> None:
 
 def budget_with(available_nbytes: int, load: Load, monkeypatch: pytest.MonkeyPatch) -> Budget:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available_nbytes))
-    return engine.fit(engine.prepare(load), load).budget
+    return engine.fit(engine.prepare(load, HOST), load, HOST).budget
 
 
 def test_the_banks_memory_is_not_asked_for_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_the_banks_memory_is_not_asked_for_again(model: str, monkeypatch: pytest
 def test_automatic_sizes_come_out_as_if_all_were_planned_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the plan that launch.py makes before anything is allocated, from roomy down to what is just refused."""
     load = Load(model, max_step_tokens=64)
-    checked = engine.prepare(load)
+    checked = engine.prepare(load, HOST)
     record = checked.record
     assert record is not None
     whole = checked.budget.total_nbytes

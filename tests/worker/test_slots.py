@@ -7,19 +7,22 @@ are checked by hand or against the set of residents before the step.
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from copyengine.copier import Attachment, Copier
-from copyengine.device import LANDED, Bytes, Memory, Stream
+from copyengine.device import LANDED, Bank, Memory, Run, Stream
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice, attach_segment
 from copyengine.ring import CopyQuery, Limits, RingReader
 from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout
+from tests.copyengine.array_bank import ArrayBank
+from worker.expert_stats import MODES
+from worker.geometry import SlotGeometry
 from worker.protocol import ExpertStats, Mode
-from worker.slots import MODES, ExpertSlots, Group, SlotGeometry
+from worker.slots import ExpertSlots, Group
 
 RECORD = 256
 
@@ -46,7 +49,7 @@ class Rig:
         limits = Limits(geometry.layers, geometry.experts, request.pool_slots, request.flags.nbytes // 4)
         attachment = Attachment(
             request.worker,
-            self.banks,
+            [ArrayBank(bank) for bank in self.banks],
             geometry.record_nbytes,
             attach_segment(request.pool),
             attach_segment(request.flags),
@@ -223,12 +226,13 @@ class FailingDevice(HostCopyDevice):
         self.gate.set()
         self.copies = 0
 
-    def copy(self, stream: Stream, source: Bytes, target: Memory, offset: int) -> None:
-        self.gate.wait(10)
-        self.copies += 1
-        if self.fails(self.copies):
-            raise CopyFailed("told to")
-        super().copy(stream, source, target, offset)
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self.gate.wait(10)
+            self.copies += 1
+            if self.fails(self.copies):
+                raise CopyFailed("told to")
+            super().copy(stream, source, target, [run])
 
 
 @pytest.mark.parametrize("mode", ["demand", "streamed", "decode"])

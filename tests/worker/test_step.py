@@ -11,11 +11,11 @@ from copyengine.wire.errors import ConfigError, CopyFailed, RequestRefused
 from kernels.formats import layout
 from tests.worker.random_weights import random_weights
 from tests.worker.resident_experts import CPU, ResidentExperts, ResidentGroup
+from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.model.moe import ExpertPool
 from worker.protocol import ExpertStats, RunStep, Sampling, SequenceStep
-from worker.step import StepRunner, make_batch
+from worker.step import StepRunner
 
 GREEDY = Sampling()
 WARM = Sampling(temperature=1.0, seed=5)
@@ -45,7 +45,7 @@ def runner_with(experts: ResidentExperts, weights: dict[str, torch.Tensor] | Non
     record = layout("float32", 32, 16)
     pool = torch.randn(16, record.record_nbytes // 4, generator=torch.Generator().manual_seed(5)) * 0.3
     kv = KvCache(spec, 20, PAGE_TOKENS, torch.float32, CPU)
-    pool_of = ExpertPool(experts, pool.view(torch.uint8), record)
+    pool_of = HostExperts(experts, pool.view(torch.uint8), record, 8)
     return StepRunner(spec, build_model(spec, weights or random_weights(spec), kv, pool_of), kv, experts)
 
 
@@ -199,17 +199,6 @@ def test_two_sequences_may_read_a_page_that_neither_writes(runner: StepRunner) -
         torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_make_batch_places_rows_one_sequence_after_the_other() -> None:
-    """Against the places written out by hand."""
-    step = RunStep("demand", [SequenceStep(0, [7, 8, 9], 3, [5, 6], GREEDY), SequenceStep(1, [1], 0, [2], None)])
-    batch = make_batch(step, 4, CPU)
-    assert batch.tokens.tolist() == [7, 8, 9, 1]
-    assert batch.positions.tolist() == [3, 4, 5, 0]
-    assert batch.kv_pages.tolist() == [5, 6, 6, 2]
-    assert batch.kv_offsets.tolist() == [3, 0, 1, 0]
-    assert [(span.first, span.rows, span.start) for span in batch.spans] == [(0, 3, 3), (3, 1, 0)]
-
-
 def test_a_dense_model_needs_no_slots() -> None:
     """Against the protocol: its steps count, its expert traffic is nothing."""
     moe = small_spec()
@@ -230,7 +219,7 @@ def test_weights_left_over_or_missing_are_refused(change: dict[str, torch.Tensor
     given = random_weights(spec) | change
     weights = {name: tensor for name, tensor in given.items() if tensor is not None}
     record = layout("float32", 32, 16)
-    pool = ExpertPool(ResidentExperts(2, 8), torch.zeros(16, record.record_nbytes, dtype=torch.uint8), record)
+    pool = HostExperts(ResidentExperts(2, 8), torch.zeros(16, record.record_nbytes, dtype=torch.uint8), record, 8)
     with pytest.raises(ConfigError, match=match):
         build_model(spec, weights, KvCache(spec, 2, PAGE_TOKENS, torch.float32, CPU), pool)
 

@@ -6,17 +6,17 @@ from types import MappingProxyType
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 from worker.kv import KvCache
-from worker.model.moe import ExpertPool
+from worker.model.moe import Experts
 from worker.model.qwen3 import build_qwen3
 from worker.model.stack import Decoder, Weights
 
-FAMILIES: Mapping[str, Callable[[ModelSpec, Weights, KvCache, ExpertPool | None], Decoder]] = MappingProxyType(
+FAMILIES: Mapping[str, Callable[[ModelSpec, Weights, KvCache, Experts | None], Decoder]] = MappingProxyType(
     {"Qwen3MoeForCausalLM": build_qwen3, "Qwen3ForCausalLM": build_qwen3}
 )
 """By architecture; the same ones as in `copyengine.families`."""
 
 
-def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertPool | None) -> Decoder:
+def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None) -> Decoder:
     """The model of `spec`, its weights taken out of `weights`; `experts` is None for a dense model.
 
     ConfigError for an architecture that is not known, and for weights that are missing or left over.

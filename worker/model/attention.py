@@ -4,9 +4,8 @@ import torch
 from torch.nn import functional
 
 from copyengine.model_spec import GqaSpec
-from kernels.attention import attention
-from kernels.norm import rms_norm
-from kernels.rope import apply_rope
+from kernels.attention import attention, decode_attention
+from kernels.rope import norm_rope
 from worker.kv import KvLayer
 from worker.model.batch import Batch
 from worker.model.rotary import Rotary
@@ -30,21 +29,25 @@ class GqaAttention:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         q, k, v = self._project(x)
-        cos, sin = self._rotary.cos_sin(batch.positions)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        cos, sin = batch.once(self._rotary, lambda: self._rotary.cos_sin(batch.positions))
+        q, k = norm_rope(q, k, self._q_norm, self._k_norm, self._eps, cos, sin)
         self._kv.append(k, v, batch.kv_pages, batch.kv_offsets)
-        scale = self._spec.head_dim**-0.5
+        return functional.linear(self._attend(q, batch), self._out, self._out_bias)
+
+    def _attend(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[T, heads * D] of the rotated q [T, heads, D], once keys and values are in their pages."""
+        scale, kv = self._spec.head_dim**-0.5, self._kv
+        if batch.table is not None:
+            return decode_attention(q, kv.k, kv.v, batch.table.pages, batch.table.lengths, scale)
         rows = [
-            attention(q[span.first : span.first + span.rows], self._kv.k, self._kv.v, span.pages, span.start, scale)
+            attention(q[span.first : span.first + span.rows], kv.k, kv.v, span.pages, span.start, scale)
             for span in batch.spans
         ]
-        return functional.linear(torch.cat(rows), self._out, self._out_bias)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k and v [T, kv_heads, D], before the rotation."""
+        """q [T, heads, D], k and v [T, kv_heads, D]: views of one product, before norms and rotation."""
         spec = self._spec
         heads = functional.linear(x, self._qkv, self._bias).view(x.shape[0], -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = rms_norm(q, self._q_norm, self._eps), rms_norm(k, self._k_norm, self._eps)
         return q, k, v

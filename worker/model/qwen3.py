@@ -1,21 +1,23 @@
 """Family: Qwen3 and Qwen3-MoE. Pre-norm layers of attention and a dense or routed MLP on one residual of H."""
 
-from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from worker.kv import KvCache
 from worker.model.attention import GqaAttention
 from worker.model.mlp import DenseMlp
-from worker.model.moe import ExpertPool, MoeFfn
+from worker.model.moe import Experts, MoeFfn
 from worker.model.rotary import Rotary
 from worker.model.stack import Block, Decoder, Norm, PreNormResidual, Weights
 
 
-def build_qwen3(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertPool | None) -> Decoder:
+def build_qwen3(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None) -> Decoder:
     """The model; takes its tensors out of `weights`. KeyError if one is not there."""
     embed = weights.pop("embed")
     blocks: list[Block] = []
+    rotaries: dict[tuple[RopeSpec, int], Rotary] = {}  # layers that share one share a step's angles
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}"
-        rotary = Rotary(layer.attention.rope, layer.attention.head_dim, embed.device)
+        angles = (layer.attention.rope, layer.attention.head_dim)
+        rotary = rotaries.setdefault(angles, Rotary(*angles, embed.device))
         attention = GqaAttention(
             layer.attention, weights, f"{prefix}.attention", kv.layers[index], rotary, spec.norm_eps
         )
@@ -26,7 +28,7 @@ def build_qwen3(spec: ModelSpec, weights: Weights, kv: KvCache, experts: ExpertP
     return Decoder(embed, blocks, Norm(weights.pop("final_norm"), spec.norm_eps), head)
 
 
-def _ffn(spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, experts: ExpertPool | None) -> Block:
+def _ffn(spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, experts: Experts | None) -> Block:
     match layer.ffn:
         case DenseSpec():
             return DenseMlp(weights, f"layers.{index}.ffn")

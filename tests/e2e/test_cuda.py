@@ -1,0 +1,155 @@
+"""The engine on GPUs, seen from outside: against its own run on the CPU, against itself at other thresholds, and
+against what was free before it was started."""
+
+import asyncio
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scheduler.client import Client
+from scheduler.protocol import Sampling
+from tests.bench.flash_next import write_flash_next
+from tests.e2e.engine import Engine, gone, running
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+CUDA = ("--device", "cuda")
+PROMPT_TOKENS = 600
+NEW_TOKENS = 24
+SLACK_NBYTES = 64 << 20
+"""What a driver may keep for itself between two runs."""
+
+
+def greedy(engine: Engine, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """The answers to `prompts`, all asked at once."""
+
+    async def ask() -> list[list[int]]:
+        async with Client(engine.endpoint) as client:
+
+            async def one(prompt: list[int]) -> list[int]:
+                sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
+                answer = client.generate(token_ids=prompt, sampling=sampling)
+                return [token async for piece in answer for token in piece.token_ids]
+
+            return await asyncio.gather(*map(one, prompts))
+
+    return asyncio.run(ask())
+
+
+def prompts(vocab: int, lengths: Sequence[int]) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def free_nbytes() -> list[int]:
+    """Of each GPU's memory."""
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    return [int(line) << 20 for line in done.stdout.split()]
+
+
+def all_free_again(before: Sequence[int], within_s: float = 20.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if all(now >= then - SLACK_NBYTES for now, then in zip(free_nbytes(), before, strict=True)):
+            return True
+        time.sleep(0.3)
+    return False
+
+
+@pytest.fixture(scope="module")
+def flash_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers in Flash-Next's geometry; weights are made up."""
+    directory = tmp_path_factory.mktemp("flash_next")
+    write_flash_next(directory, layers=2, vocab_size=4096)
+    return directory
+
+
+@pytest.mark.parametrize("copy_engine", ["process", "thread"])
+def test_greedy_text_is_the_cpus(copy_engine: str) -> None:
+    """The built-in model in float32, several requests at once, prefill on demand and streamed, decode by graphs."""
+    asked = prompts(300, (5, 40, 90))
+    flags = ("--dtype", "float32", "--demand-tokens", "64", "--slots", "128")
+    with running(*flags) as engine:
+        expected = greedy(engine, asked)
+    with running(*CUDA, *flags, "--copy-engine", copy_engine) as engine:
+        assert greedy(engine, asked) == expected
+        assert greedy(engine, asked) == expected
+        assert f"copied by a {copy_engine}" in engine.text() and "cuda:0" in engine.text()
+
+
+def test_thresholds_do_not_change_the_text(flash_next: Path) -> None:
+    """NVFP4 experts in Flash-Next's geometry, of which a sixth fits in the pool."""
+    asked = prompts(4096, (PROMPT_TOKENS, 300, 100))
+    texts = []
+    for threshold in (0, 256, 512, 1024):
+        flags = ("--model", str(flash_next), "--load-format", "dummy", "--slots", "600")
+        with running(*CUDA, *flags, "--demand-tokens", str(threshold)) as engine:
+            texts.append([greedy(engine, [prompt])[0] for prompt in asked])
+    assert texts == [texts[0]] * 4
+    assert len({tuple(text) for text in texts[0]}) == len(asked)
+
+
+@pytest.mark.parametrize("victim", ["copyengine", "worker"])
+@pytest.mark.parametrize("prefill", ["demand", "streamed"])
+def test_a_killed_process_leaves_no_memory_and_no_hang(flash_next: Path, victim: str, prefill: str) -> None:
+    """In the middle of a step: the request ends, the engine ends with the name of the dead, all memory comes back."""
+    before, ram = free_nbytes(), psutil.virtual_memory().available
+    threshold = "0" if prefill == "streamed" else "4096"
+    flags = ("--model", str(flash_next), "--load-format", "dummy", "--slots", "600", "--demand-tokens", threshold)
+    with running(*CUDA, *flags) as engine:
+        children = engine.children()
+        greedy(engine, prompts(4096, (64,)), 2)
+        asking = subprocess.Popen(
+            ["python3", "-c", ASK, engine.endpoint], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        time.sleep(1.0)
+        next(p for p in children if victim in p.cmdline()).send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        assert engine.wait() == 1
+        assert time.monotonic() - start < 15
+        assert f"error: {victim}" in engine.text() or "copy engine is gone" in engine.text(), engine.text()
+        assert gone(children, 5.0)
+        said, _ = asking.communicate(timeout=30)
+        assert "ended" in said, said
+    assert all_free_again(before)
+    assert psutil.virtual_memory().available > ram - (1 << 30)
+
+
+ASK = """
+import asyncio, sys
+from copyengine.wire.errors import SlotstreamError
+from scheduler.client import Client
+from scheduler.protocol import Sampling
+
+async def main():
+    async with Client(sys.argv[1]) as client:
+        try:
+            while True:
+                async for piece in client.generate(token_ids=[7] * 500, sampling=Sampling(max_tokens=50, ignore_eos=True)):
+                    pass
+        except SlotstreamError as error:
+            print("ended:", error)
+
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
+def test_two_workers_share_one_copy_of_the_experts(flash_next: Path) -> None:
+    """On two GPUs: each answers as one worker alone does."""
+    if len(free_nbytes()) < 2:
+        pytest.skip("needs two GPUs")
+    asked = prompts(4096, (200, 200, 300, 100))
+    flags = ("--model", str(flash_next), "--load-format", "dummy", "--slots", "600")
+    with running(*CUDA, *flags) as engine:
+        expected = [greedy(engine, [prompt])[0] for prompt in asked]
+    with running(*CUDA, *flags, "--workers", "2") as engine:
+        assert greedy(engine, asked) == expected
+        copying = [p for p in engine.children() if "copyengine" in p.cmdline()]
+        assert len(copying) == 1 and engine.fact("workers").startswith("2 ")

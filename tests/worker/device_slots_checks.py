@@ -1,0 +1,197 @@
+"""Checks of DeviceSlots on any device: `python -m tests.worker.device_slots_checks`, with TRITON_INTERPRET=1 on a CPU.
+
+What a layer computes is checked against the same GEMM over a pool in which everything is resident, bit for bit;
+counters and residents against sets of experts kept here.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from copyengine.device import Bank, Memory, Run, Stream
+from copyengine.device.host import HostCopyDevice
+from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, SlotstreamError
+from kernels.formats import RecordLayout, layout
+from tests.worker.device_rig import Place, Rig, hosted, rig_on
+from tests.worker.random_weights import random_bank
+from worker.geometry import SlotGeometry
+from worker.protocol import ExpertStats, Mode
+
+LAYERS, EXPERTS = 3, 6
+
+
+class Routing(NamedTuple):
+    """What a layer is given."""
+
+    x: torch.Tensor  # [T, H]
+    weights: torch.Tensor  # [T, K] float32
+    experts: torch.Tensor  # [T, K] int32
+
+
+def geometry_of(record: RecordLayout, slots: int, max_query: int, groups: int, experts: int = EXPERTS) -> SlotGeometry:
+    return SlotGeometry(LAYERS, experts, record.record_nbytes, slots, groups, max_query)
+
+
+def banks_of(record: RecordLayout, dtype: torch.dtype, experts: int = EXPERTS) -> list[np.ndarray]:
+    return [random_bank(record, experts, dtype, seed) for seed in range(LAYERS)]
+
+
+def routing(rng: random.Random, place: Place, experts: int, tokens: int, k: int, hidden: int) -> Routing:
+    """Random; some steps route to few experts."""
+    among = rng.sample(range(experts), rng.randint(k, experts))
+    chosen = torch.tensor([rng.sample(among, k) for _ in range(tokens)], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    x = torch.randn(tokens, hidden, generator=generator)
+    weights = torch.rand(tokens, k, generator=generator)
+    where = place.torch_device
+    return Routing(x.to(where), weights.to(where), chosen.to(where))
+
+
+def step(rig: Rig, mode: Mode, layers: Sequence[Routing]) -> ExpertStats:
+    """One step, each layer checked."""
+    rig.slots.begin_step(mode)
+    outs = [rig.slots(layer, *given) for layer, given in enumerate(layers)]
+    tokens = torch.tensor([5, -1], device=outs[0].device)
+    assert rig.slots.collect(tokens) == [5, -1]
+    stats = rig.slots.end_step()
+    for layer, (out, given) in enumerate(zip(outs, layers, strict=True)):
+        assert torch.equal(out, rig.expected(layer, *given)), f"{mode}, layer {layer}"
+    return stats
+
+
+def routed(given: Sequence[Routing]) -> list[set[int]]:
+    return [set(one.experts.flatten().tolist()) for one in given]
+
+
+def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> None:
+    """Modes in any order, pools with room for a layer and without, queries of one, two, all; stream groups of the same.
+
+    Outputs, counters, residents, routing counts and the copy engine's own counters.
+    """
+    record = layout("float32", 16, 16)
+    for seed in seeds:
+        rng = random.Random(seed)
+        slots, query = rng.choice([3, 4, 6, 9, 20]), rng.choice([1, 2, 3, 6])
+        geometry = geometry_of(record, slots, query, rng.choice([1, 2, 4]))
+        with rig_on(place, geometry, record, banks_of(record, torch.float32)) as rig:
+            routing_counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+            misses = 0
+            for _ in range(steps):
+                mode: Mode = rng.choice(["decode", "demand", "streamed"])
+                tokens = rng.choice([1, 2, 5])
+                given = [routing(rng, place, EXPERTS, tokens, 2, 16) for _ in range(LAYERS)]
+                before = rig.residents()
+                stats = step(rig, mode, given)
+                misses += stats.misses
+                asked = routed(given)
+                if mode == "streamed":
+                    assert rig.residents() == before
+                    assert (stats.hits, stats.misses) == (len(before), LAYERS * EXPERTS - len(before))
+                else:
+                    assert stats.lookups == sum(len(experts) for experts in asked)
+                    assert rig.residents() >= {(LAYERS - 1, e) for e in asked[-1]} or len(asked[-1]) > slots
+                if mode == "decode":
+                    for layer, experts in enumerate(asked):
+                        routing_counts[layer, list(experts)] += 1
+                assert stats.copied_nbytes == stats.misses * record.record_nbytes
+                assert torch.equal(rig.slots.decode_routing, routing_counts)
+            counters = rig.copier.stats().counters
+            assert counters["demand"].records + counters["stream"].records == misses
+
+
+class FailingCopies(HostCopyDevice):
+    """Fails the copies of its n-th call from `fail_at` on, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail_at = 0
+
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        self.fail_at -= 1
+        if self.fail_at == 0:
+            raise CopyFailed("the link is cut")
+        super().copy(stream, source, target, runs)
+
+
+def failed_copies(copies: FailingCopies, place: Place) -> None:
+    """A copy that fails ends its step and leaves only true residents; the next step works. Any copy, any mode."""
+    record = layout("float32", 16, 16)
+    for fail_at in (1, 2, 5, 8):
+        for mode in ("demand", "streamed", "decode"):
+            rng = random.Random(fail_at)
+            with rig_on(place, geometry_of(record, 9, 2, 2), record, banks_of(record, torch.float32)) as rig:
+                given = [routing(rng, place, EXPERTS, 5, 2, 16) for _ in range(LAYERS)]
+                step(rig, "demand", [routing(rng, place, EXPERTS, 1, 2, 16) for _ in range(LAYERS)])
+                copies.fail_at = fail_at
+                try:
+                    step(rig, mode, given)
+                except CopyFailed:
+                    rig.slots.abort_step()
+                    failed = True
+                else:
+                    failed = False
+                assert failed == (copies.fail_at <= 0), f"{mode}, copy {fail_at}"
+                copies.fail_at = 0
+                rig.residents()
+                step(rig, "demand", given)
+                step(rig, "streamed", given)
+                rig.residents()
+
+
+def released(place: Place) -> None:
+    """Nobody serves the ring: a release from another thread ends the step, and every one after it, with its reason."""
+    record = layout("float32", 16, 16)
+    for mode in ("demand", "streamed"):
+        rng = random.Random(3)
+        rig = Rig(place, geometry_of(record, 9, 2, 2), record, banks_of(record, torch.float32))
+        try:
+            given = [routing(rng, place, EXPERTS, 5, 2, 16) for _ in range(LAYERS)]
+            timer = threading.Timer(0.3, rig.slots.release, ["the copy engine is gone"])
+            timer.start()
+            start = time.monotonic()
+            assert isinstance(_error(rig, mode, given), PeerDied)
+            assert time.monotonic() - start < 5
+            assert isinstance(_error(rig, mode, given), PeerDied)
+            assert rig.released == ["the copy engine is gone"]
+            assert rig.residents() == set()
+        finally:
+            rig.close()
+
+
+def silent(place: Place) -> None:
+    """Nobody serves the ring and nobody notices: the deadline does."""
+    record = layout("float32", 16, 16)
+    rig = Rig(place, geometry_of(record, 9, 2, 2), record, banks_of(record, torch.float32), deadline_s=0.5)
+    try:
+        rng = random.Random(3)
+        given = [routing(rng, place, EXPERTS, 5, 2, 16) for _ in range(LAYERS)]
+        assert isinstance(_error(rig, "demand", given), PeerTimeout | PeerDied)
+        assert len(rig.released) == 1 and "0.5 s" in rig.released[0]
+    finally:
+        rig.close()
+
+
+def _error(rig: Rig, mode: Mode, given: Sequence[Routing]) -> SlotstreamError | None:
+    try:
+        step(rig, mode, given)
+    except SlotstreamError as error:
+        rig.slots.abort_step()
+        return error
+    return None
+
+
+def main() -> None:
+    """All that a CPU can do; the deadline is the device's, and on a CPU the wait itself has none."""
+    random_histories(hosted(), range(6))
+    copies = FailingCopies()
+    failed_copies(copies, hosted(copies))
+    released(hosted())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+# mypy: allow-untyped-calls
+"""A whole model on a GPU: against the host's run of the same checkpoint, and against itself by other ways."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from copyengine.checkpoint.model import open_model
+from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.protocol import Dtype
+from kernels.formats import layout
+from tests.worker.device_rig import Rig, on_gpu, rig_on
+from tests.worker.resident_experts import read_banks, resident_runner
+from worker.decode_graphs import DecodeGraphs
+from worker.geometry import SlotGeometry
+from worker.kv import KvCache
+from worker.model import build_model
+from worker.protocol import Mode, RunStep, Sampling, SequenceStep
+from worker.step import StepRunner
+from worker.weights import TORCH_DTYPES, load_dense
+
+pytestmark = pytest.mark.gpu
+
+SIZES = Sizes(
+    layers=3, hidden=64, intermediate=32, experts=16, experts_per_token=4, heads=4, kv_heads=2, vocab_size=512
+)
+PAGE_TOKENS = 16
+GREEDY = Sampling()
+WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    write_random_model(path, SIZES)
+    return str(path)
+
+
+class Device:
+    """The checkpoint on GPU 0."""
+
+    def __init__(self, rig: Rig, runner: StepRunner, kv: KvCache, graphs: DecodeGraphs | None) -> None:
+        self.rig, self.runner, self.kv, self.graphs = rig, runner, kv, graphs
+
+    def prefill(self, sequence: int, tokens: list[int], pages: list[int], mode: Mode = "demand") -> int:
+        token: int = self.runner.run(RunStep(mode, [SequenceStep(sequence, tokens, 0, pages, GREEDY)])).tokens[0]
+        return token
+
+
+@contextmanager
+def device_model(directory: str, dtype: Dtype, slots: int = 20, graphs: bool = False) -> Iterator[Device]:
+    checkpoint = open_model(directory)
+    spec, moe = checkpoint.spec, checkpoint.spec.moe
+    assert moe is not None
+    record = layout(dtype, spec.hidden, moe.intermediate)
+    geometry = SlotGeometry(len(spec.moe_layers), moe.experts, record.record_nbytes, slots, 2, 8)
+    place = on_gpu()
+    with rig_on(place, geometry, record, list(read_banks(checkpoint, record))) as rig:
+        kind, where = TORCH_DTYPES[dtype], place.torch_device
+        kv = KvCache(spec, 64, PAGE_TOKENS, kind, where)
+        model = build_model(spec, load_dense(checkpoint, dtype, where, lambda _: None), kv, rig.slots)
+        by_graph = DecodeGraphs(model, where, 8) if graphs else None
+        yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph), kv, by_graph)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 512, length)]
+
+
+def test_logits_are_the_hosts(directory: str) -> None:
+    """float32, at every position, prefill whole and with a cached prefix, then decode; the host is held against
+    transformers elsewhere."""
+    tokens = prompt(41, 0)
+    host = resident_runner(directory, "float32", 64, PAGE_TOKENS)
+    with device_model(directory, "float32") as device:
+        parts: tuple[tuple[Mode, int, int], ...] = (("demand", 0, 17), ("streamed", 17, 40), ("decode", 40, 41))
+        for mode, first, last in parts:
+            pages = list(range(-(-last // PAGE_TOKENS)))
+            step = RunStep(mode, [SequenceStep(0, tokens[first:last], first, pages, GREEDY)])
+            expected, actual = host.run_full(step), device.runner.run_full(step)
+            torch.testing.assert_close(actual.logits.cpu(), expected.logits, rtol=1e-4, atol=1e-4)
+            assert actual.result.tokens == expected.result.tokens
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_demand_and_streamed_prefill_have_the_same_bits(directory: str, dtype: Dtype) -> None:
+    """Hidden states, logits and KV; a pool smaller than a layer's experts, one that fits, one for everything."""
+    tokens = prompt(100, 1)
+    seen = []
+    for slots in (8, 16, 60):
+        for mode in ("demand", "streamed", "demand"):
+            with device_model(directory, dtype, slots) as device:
+                device.prefill(9, prompt(12, 2), [60], mode="demand")
+                step = RunStep(mode, [SequenceStep(0, tokens, 0, list(range(7)), GREEDY)])
+                full = device.runner.run_full(step)
+                kv = [pages[:7].clone() for layer in device.kv.layers for pages in (layer.k, layer.v)]
+                seen.append([full.hidden, full.logits, *kv])
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_graphs_decode_what_eager_steps_decode(directory: str, batch: int) -> None:
+    """Token by token and in the KV that is written, greedy and drawn, with experts coming and going."""
+    texts: list[list[list[int]]] = []
+    sums: list[list[float]] = []
+    for graphs in (False, True):
+        with device_model(directory, "bfloat16", graphs=graphs) as device:
+            pages = [[8 * s + p for p in range(4)] for s in range(batch)]
+            lengths = [5 + 3 * s for s in range(batch)]
+            prompts = [prompt(length, s) for s, length in enumerate(lengths)]
+            last = [device.prefill(s, text, pages[s][:1]) for s, text in enumerate(prompts)]
+            texts.append([last])
+            for i in range(20):
+                step = RunStep("decode", decode_rows(last, [length + i for length in lengths], pages))
+                last = device.runner.run(step).tokens
+                texts[-1].append(last)
+            sums.append([layer.k.double().sum().item() for layer in device.kv.layers])
+            if device.graphs is not None:
+                assert device.graphs.sizes == [batch]
+            device.rig.residents()
+    assert texts[0] == texts[1] and sums[0] == sums[1]
+
+
+def decode_rows(last: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> list[SequenceStep]:
+    return [
+        SequenceStep(s, [last[s]], start, pages[s][: start // PAGE_TOKENS + 1], WARM if s % 2 else GREEDY)
+        for s, start in enumerate(starts)
+    ]
+
+
+def test_nothing_in_a_step_waits_for_the_device(directory: str) -> None:
+    """Counted by torch, which raises at any call that synchronises; once everything is compiled."""
+    with device_model(directory, "bfloat16") as device:
+        parts: tuple[tuple[Mode, int], ...] = (("demand", 9), ("streamed", 9), ("decode", 1))
+        for mode, rows in parts:
+            step = RunStep(mode, [SequenceStep(0, prompt(rows, 3), 0, [0], GREEDY)])
+            device.runner.run(step)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                device.runner.run(step)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_the_pool_took_comes_back(directory: str, tmp_path: Path) -> None:
+    """Device memory, against what was free before."""
+    with device_model(directory, "float32"):
+        pass
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        with device_model(directory, "float32", slots=4000):
+            pass
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free

@@ -1,0 +1,125 @@
+"""What a worker runs on: the host, or one GPU."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+import torch
+
+from copyengine.device import OnBytes
+from copyengine.device.host import HostWorkerDevice
+from copyengine.protocol import Attach
+from kernels.formats import RecordLayout
+from worker.config import WorkerConfig
+from worker.geometry import SlotGeometry
+from worker.host_experts import HostExperts
+from worker.model.moe import Experts
+from worker.model.stack import Decoder
+from worker.protocol import ExpertStats, Mode
+from worker.slots import ExpertSlots
+from worker.step import DecodeGraphs, StepExperts
+
+
+class Slots(StepExperts, Protocol):
+    """A slot pool: what a step needs of it, and what the engine does."""
+
+    @property
+    def geometry(self) -> SlotGeometry: ...
+
+    @property
+    def attach_request(self) -> Attach: ...
+
+    def stats(self) -> dict[Mode, ExpertStats]: ...
+
+    def resident(self) -> int: ...
+
+    def release(self, why: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Memory, slots and graphs of one kind of device. Made and used on the compute thread."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def by_page_table(self) -> bool:
+        """Whether decode steps come with a page table on the device."""
+        ...
+
+    def free_nbytes(self) -> int:
+        """Memory for the pool, KV and weights that is free now."""
+        ...
+
+    def make_slots(
+        self,
+        run_id: str,
+        worker: str,
+        geometry: SlotGeometry,
+        layout: RecordLayout,
+        wake: Callable[[], None],
+        deadline_s: float,
+        on_release: Callable[[str], None],
+        on_bytes: OnBytes,
+    ) -> tuple[Slots, Experts]:
+        """An empty pool, and the experts that come through it; arguments as for ExpertSlots. ConfigError."""
+        ...
+
+    def graphs(self, model: Decoder, max_running: int) -> DecodeGraphs | None:
+        """Decode steps of up to `max_running` sequences as graphs; None where there are none."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held beside the slots."""
+        ...
+
+
+class HostBackend:
+    """See Backend."""
+
+    device = torch.device("cpu")
+    name = "cpu"
+    by_page_table = False
+
+    def free_nbytes(self) -> int:
+        """See Backend."""
+        return int(psutil.virtual_memory().available)
+
+    def make_slots(
+        self,
+        run_id: str,
+        worker: str,
+        geometry: SlotGeometry,
+        layout: RecordLayout,
+        wake: Callable[[], None],
+        deadline_s: float,
+        on_release: Callable[[str], None],
+        on_bytes: OnBytes,
+    ) -> tuple[ExpertSlots, HostExperts]:
+        """See Backend."""
+        slots = ExpertSlots(HostWorkerDevice(), run_id, worker, geometry, wake, deadline_s, on_release, on_bytes)
+        return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), layout, geometry.experts)
+
+    def graphs(self, model: Decoder, max_running: int) -> None:
+        """See Backend."""
+
+    def close(self) -> None:
+        """See Backend."""
+
+
+def open_backend(config: WorkerConfig) -> Backend:
+    """The backend that the settings name. ConfigError if it is not there."""
+    if config.device == "cuda":
+        from worker.cuda_backend import CudaBackend
+
+        return CudaBackend(config.ordinal, local=not config.copy_engine)
+    return HostBackend()

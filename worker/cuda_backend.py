@@ -1,0 +1,91 @@
+# mypy: allow-untyped-calls
+"""What a worker on a GPU is made of."""
+
+from collections.abc import Callable
+
+import torch
+
+from copyengine.device import OnBytes
+from copyengine.device.cuda_worker import CudaWorkerDevice
+from kernels.formats import RecordLayout
+from worker.decode_graphs import DecodeGraphs
+from worker.device_slots import DeviceMemory, DeviceSlots
+from worker.geometry import SlotGeometry
+from worker.model.stack import Decoder
+
+
+class ComputeStream:
+    """torch's current stream, which while a graph is captured is another one: see worker.device_slots.Stream."""
+
+    def handle(self) -> int:
+        """See worker.device_slots.Stream."""
+        return torch.cuda.current_stream().cuda_stream
+
+    def mark(self) -> Callable[[], bool] | None:
+        """See worker.device_slots.Stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+
+class CudaBackend:
+    """See worker.backend.Backend. Made on the compute thread, whose current stream and device it sets."""
+
+    by_page_table = True
+
+    def __init__(self, ordinal: int, local: bool) -> None:
+        """GPU number `ordinal`; `local` if the copy engine is a thread of this process. ConfigError if it is no use."""
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+        self.name = f"cuda:{ordinal} {torch.cuda.get_device_name(self.device)}"
+        self._driver = CudaWorkerDevice(ordinal, local)
+
+    def free_nbytes(self) -> int:
+        """Device memory that is free now."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def make_slots(
+        self,
+        run_id: str,
+        worker: str,
+        geometry: SlotGeometry,
+        layout: RecordLayout,
+        wake: Callable[[], None],
+        deadline_s: float,
+        on_release: Callable[[str], None],
+        on_bytes: OnBytes,
+    ) -> tuple[DeviceSlots, DeviceSlots]:
+        """See worker.backend.Backend: the slots compute what comes through them."""
+        stream = ComputeStream()
+        slots = DeviceSlots(
+            self._driver, stream, as_tensor, run_id, worker, geometry, layout, wake, deadline_s, on_release, on_bytes
+        )
+        return slots, slots
+
+    def graphs(self, model: Decoder, max_running: int) -> DecodeGraphs:
+        """See worker.backend.Backend."""
+        return DecodeGraphs(model, self.device, max_running)
+
+    def close(self) -> None:
+        """Give the device back."""
+        self._driver.close()
+
+
+class _Interface:
+    """Device memory as other libraries take it over: CUDA Array Interface, version 3."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def as_tensor(memory: DeviceMemory, nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 at the memory's address. It must not be used after the memory is closed."""
+    return torch.as_tensor(_Interface(memory.address, nbytes), device="cuda")

@@ -1,0 +1,31 @@
+"""Sizes of a slot pool."""
+
+from msgspec import Struct
+
+from copyengine.protocol import MAX_QUERY
+
+
+class SlotGeometry(Struct, frozen=True):
+    """Sizes of a pool: S cache slots, then `stream_groups` groups of min(E, max_query) stream slots."""
+
+    layers: int  # L
+    experts: int  # E
+    record_nbytes: int
+    slots: int  # S
+    stream_groups: int = 2
+    max_query: int = MAX_QUERY
+
+    @property
+    def group_slots(self) -> int:
+        """Stream slots of one group."""
+        return min(self.experts, self.max_query)
+
+    @property
+    def stream_slots(self) -> int:
+        """Stream slots of all groups."""
+        return self.stream_groups * self.group_slots
+
+    @property
+    def pool_slots(self) -> int:
+        """Cache and stream slots."""
+        return self.slots + self.stream_slots

@@ -1,0 +1,50 @@
+"""What a RunStep may ask for. Pure but for its types."""
+
+from copyengine.model_spec import ModelSpec
+from copyengine.wire.errors import RequestRefused
+from worker.kv import KvCache
+from worker.protocol import Mode, RunStep, Sampling, SequenceStep
+
+
+def check_step(step: RunStep, spec: ModelSpec, kv: KvCache) -> None:
+    """RequestRefused("invalid_request") unless every token, position, page and setting of the step is possible."""
+    for sequence in step.sequences:
+        why = _fault(sequence, step.mode, spec, kv)
+        if why:
+            raise RequestRefused("invalid_request", f"sequence {sequence.sequence}: {why}")
+    if len({sequence.sequence for sequence in step.sequences}) < len(step.sequences):
+        raise RequestRefused("invalid_request", "a sequence appears twice in a step")
+    written = [page for sequence in step.sequences for page in sequence.pages[sequence.start // kv.page_tokens :]]
+    if len(set(written)) < len(written):
+        raise RequestRefused("invalid_request", "two sequences would write to the same KV page")
+
+
+def _fault(sequence: SequenceStep, mode: Mode, spec: ModelSpec, kv: KvCache) -> str | None:
+    """What is wrong with one sequence's part of a step, or None."""
+    length = sequence.start + len(sequence.tokens)
+    needed = -(-length // kv.page_tokens)
+    if not sequence.tokens or (mode == "decode" and len(sequence.tokens) != 1):
+        return f"a {mode} step cannot have {len(sequence.tokens)} new tokens"
+    if sequence.start < 0 or length > spec.max_position:
+        return f"positions {sequence.start} .. {length - 1} are outside the model's 0 .. {spec.max_position - 1}"
+    if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < spec.vocab_size:
+        return f"token ids must be in 0 .. {spec.vocab_size - 1}"
+    if len(sequence.pages) != needed:
+        return f"{length} positions take {needed} pages of {kv.page_tokens}, not {len(sequence.pages)}"
+    if not 0 <= min(sequence.pages) <= max(sequence.pages) < kv.num_pages:
+        return f"KV pages must be in 0 .. {kv.num_pages - 1}"
+    if len(set(sequence.pages)) < len(sequence.pages):
+        return "a KV page appears twice"
+    return _sampling_fault(sequence.sample)
+
+
+def _sampling_fault(sampling: Sampling | None) -> str | None:
+    if sampling is None:
+        return None
+    if not 0 <= sampling.temperature < float("inf"):
+        return f"temperature must be finite and not negative, not {sampling.temperature}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must be in (0, 1], not {sampling.top_p}"
+    if not 0 <= sampling.top_k < 2**63:
+        return f"top_k must be in 0 .. 2**63 - 1, not {sampling.top_k}"
+    return None

@@ -1,0 +1,145 @@
+"""What a step computes on, made from its RunStep: arrays on the host first, then tensors on the device by one copy."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.sampling import RowSampling
+from worker.model.batch import Batch, PageTable, Span
+from worker.protocol import RunStep, Sampling, SequenceStep
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+ALIGNMENT = 16
+"""Bytes at which each array starts in a packed copy."""
+
+_GREEDY = Sampling()
+
+
+class StepArrays(NamedTuple):
+    """T rows, sequence after sequence, and the R of them from which a token is drawn."""
+
+    tokens: Ints  # [T]
+    positions: Ints  # [T]
+    kv_pages: Ints  # [T]
+    kv_offsets: Ints  # [T]
+    rows: Ints  # [R] ascending
+    temperature: Floats  # [R]
+    top_k: Ints  # [R]
+    top_p: Floats  # [R]
+    seed: Ints  # [R]
+    position: Ints  # [R] of the token to draw
+    lengths: NDArray[np.int32]  # [B] of a decode step by page table, else [0]
+    table: NDArray[np.int32]  # [B, P], else [0, 0]
+
+
+class StepInputs(NamedTuple):
+    """The same on the device."""
+
+    batch: Batch
+    rows: torch.Tensor  # [R] int64
+    sampling: RowSampling  # [R]
+
+
+def step_arrays(step: RunStep, page_tokens: int, table_pages: int = 0) -> StepArrays:
+    """The arrays of `step`, which has been checked.
+
+    With `table_pages` P the sequences, each of one new token, come with a page table of P pages each.
+    """
+    here = [np.arange(s.start, s.start + len(s.tokens)) for s in step.sequences]
+    positions = np.concatenate(here)
+    pages = [np.asarray(s.pages, np.int64)[p // page_tokens] for s, p in zip(step.sequences, here, strict=True)]
+    drawn = [s for s in step.sequences if s.sample is not None]
+    ends = np.cumsum([len(s.tokens) for s in step.sequences])
+    settings = [s.sample or _GREEDY for s in drawn]
+    return StepArrays(
+        tokens=np.concatenate([np.asarray(s.tokens, np.int64) for s in step.sequences]),
+        positions=positions,
+        kv_pages=np.concatenate(pages),
+        kv_offsets=positions % page_tokens,
+        rows=np.array([end - 1 for end, s in zip(ends, step.sequences, strict=True) if s.sample is not None], np.int64),
+        temperature=np.array([s.temperature for s in settings], np.float64),
+        top_k=np.array([s.top_k for s in settings], np.int64),
+        top_p=np.array([s.top_p for s in settings], np.float64),
+        seed=np.array([_signed(s.seed) for s in settings], np.int64),
+        position=np.array([s.start + len(s.tokens) for s in drawn], np.int64),
+        **_page_table(step.sequences, table_pages),
+    )
+
+
+def _page_table(sequences: Sequence[SequenceStep], pages: int) -> dict[str, Any]:
+    if not pages:
+        return {"lengths": np.empty(0, np.int32), "table": np.empty((0, 0), np.int32)}
+    table = np.zeros((len(sequences), pages), np.int32)
+    for row, sequence in zip(table, sequences, strict=True):
+        row[: len(sequence.pages)] = sequence.pages
+    return {"lengths": np.array([s.start + 1 for s in sequences], np.int32), "table": table}
+
+
+def _signed(seed: int) -> int:
+    """The low 64 bits of `seed` as a signed word."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def on_device(step: RunStep, arrays: StepArrays, device: torch.device) -> StepInputs:
+    """The inputs of a step, with the pages of each sequence if there is no page table."""
+    pages = [] if arrays.table.size else [np.asarray(s.pages, np.int64) for s in step.sequences]
+    tensors = copies([*arrays, *pages], device)
+    of_arrays, own = tensors[: len(arrays)], tensors[len(arrays) :]
+    return assemble(of_arrays, tuple(_spans(step.sequences, own)) if own else ())
+
+
+def assemble(tensors: Sequence[torch.Tensor], spans: tuple[Span, ...]) -> StepInputs:
+    """The inputs whose arrays are `tensors`, in the order of StepArrays."""
+    tokens, positions, kv_pages, kv_offsets, rows, *settings, lengths, table = tensors
+    page_table = PageTable(table, lengths) if table.numel() else None
+    return StepInputs(Batch(tokens, positions, kv_pages, kv_offsets, spans, page_table), rows, RowSampling(*settings))
+
+
+def _spans(sequences: Sequence[SequenceStep], pages: Sequence[torch.Tensor]) -> Iterator[Span]:
+    first = 0
+    for sequence, own in zip(sequences, pages, strict=True):
+        yield Span(first, len(sequence.tokens), sequence.start, own)
+        first += len(sequence.tokens)
+
+
+def copies(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`; to another one than the host by one copy, which is not waited for."""
+    if device.type == "cpu":
+        return [torch.tensor(array) for array in arrays]
+    host = torch.empty(packed_nbytes(arrays), dtype=torch.uint8, pin_memory=True)
+    pack(arrays, host)
+    return views(host.to(device, non_blocking=True), arrays)
+
+
+def packed_nbytes(arrays: Sequence[NDArray[Any]]) -> int:
+    """Bytes that `pack` fills."""
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
+def pack(arrays: Sequence[NDArray[Any]], host: torch.Tensor) -> None:
+    """Write the arrays one after the other into `host` [packed_nbytes] uint8."""
+    target, offset = host.numpy(), 0
+    for array in arrays:
+        target[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset += _aligned(array.nbytes)
+
+
+def views(packed: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """The tensors that lie in `packed` [packed_nbytes] uint8 as `pack` has put arrays of these shapes there."""
+    tensors, offset = [], 0
+    for array in arrays:
+        part = packed[offset : offset + array.nbytes]
+        tensors.append(part.view(_TYPES[array.dtype]).view(array.shape))
+        offset += _aligned(array.nbytes)
+    return tensors
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+_TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64, np.dtype(np.int32): torch.int32}
