@@ -40,22 +40,47 @@ def moe_align(experts: torch.Tensor, num_experts: int) -> Alignment:
     `experts` is [T, K] int32 with values in 0..num_experts-1 (not checked: that would wait for the device).
     ValueError for a wrong shape, type or num_experts, which on a CUDA device ends at 4,096.
     """
-    if experts.ndim != 2 or experts.dtype != torch.int32:
-        raise ValueError(f"experts must be a [T, K] int32 tensor, not {experts.dtype} {tuple(experts.shape)}")
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1, not {num_experts}")
+    _check(experts, num_experts)
     if not experts.is_cuda:
         return Alignment(*ref.moe_align(experts, num_experts))
-    if num_experts > MAX_EXPERTS_ON_DEVICE:
-        raise ValueError(f"num_experts must be at most {MAX_EXPERTS_ON_DEVICE} on a device, not {num_experts}")
     from kernels.moe_align import tri
 
     return Alignment(*tri.moe_align(experts, num_experts))
 
 
+def align_in_blocks(experts: torch.Tensor, num_experts: int, block_rows: int) -> tuple[Alignment, Blocks]:
+    """`moe_align`, and `blocks` of it: on a CUDA device, of at most 1,024 routes, in one launch.
+
+    ValueError for what either refuses.
+    """
+    _check(experts, num_experts)
+    if not experts.is_cuda:
+        alignment = moe_align(experts, num_experts)
+        return alignment, blocks(alignment, block_rows)
+    bound = max_blocks(experts.numel(), num_experts, block_rows)
+    from kernels.moe_align import tri
+
+    (routes, offsets), table = tri.align_in_blocks(experts, num_experts, block_rows, bound)
+    return Alignment(routes, offsets), Blocks(routes, *table, block_rows)
+
+
+def _check(experts: torch.Tensor, num_experts: int) -> None:
+    if experts.ndim != 2 or experts.dtype != torch.int32:
+        raise ValueError(f"experts must be a [T, K] int32 tensor, not {experts.dtype} {tuple(experts.shape)}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, not {num_experts}")
+    if experts.is_cuda and num_experts > MAX_EXPERTS_ON_DEVICE:
+        raise ValueError(f"num_experts must be at most {MAX_EXPERTS_ON_DEVICE} on a device, not {num_experts}")
+
+
 def max_blocks(routes: int, num_experts: int, block_rows: int) -> int:
-    """No routing of `routes` routes to `num_experts` experts has more blocks: each expert has one that is not full."""
-    return routes // block_rows + min(routes, num_experts)
+    """No routing of `routes` routes to `num_experts` experts has more blocks: each expert has one that is not full.
+
+    ValueError if `block_rows` is below 1.
+    """
+    if block_rows < 1:
+        raise ValueError(f"block_rows must be at least 1, not {block_rows}")
+    return (routes + min(routes, num_experts) * (block_rows - 1)) // block_rows
 
 
 def blocks(alignment: Alignment, block_rows: int) -> Blocks:
@@ -63,8 +88,6 @@ def blocks(alignment: Alignment, block_rows: int) -> Blocks:
 
     ValueError if `block_rows` is below 1.
     """
-    if block_rows < 1:
-        raise ValueError(f"block_rows must be at least 1, not {block_rows}")
     bound = max_blocks(alignment.routes.shape[0], alignment.offsets.shape[0] - 1, block_rows)
     if not alignment.offsets.is_cuda:
         return Blocks(alignment.routes, *ref.blocks(alignment.offsets, block_rows, bound), block_rows)

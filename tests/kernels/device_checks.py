@@ -4,7 +4,7 @@ import torch
 
 from kernels.formats import RecordLayout, layout
 from kernels.grouped_gemm import arrange, block_rows, combine, grouped_gemm_slots, ref
-from kernels.moe_align import Blocks, blocks, moe_align
+from kernels.moe_align import Blocks, align_in_blocks, blocks, moe_align
 from tests.kernels.expert_records import Experts
 
 EXPERT_COUNTS = (1, 8, 512, 1023, 1024, 2100)
@@ -19,12 +19,15 @@ def alignment(num_experts: int, tokens: int, k: int) -> None:
     on_host, on_device = moe_align(experts, num_experts), moe_align(experts.cuda(), num_experts)
     assert torch.equal(on_device.routes.cpu(), on_host.routes)
     assert torch.equal(on_device.offsets.cpu(), on_host.offsets)
-    for rows in (16, 128):
-        expected, actual = blocks(on_host, rows), blocks(on_device, rows)
+    for rows in (1, 16, 128):
+        expected, in_two = blocks(on_host, rows), blocks(on_device, rows)
+        alignment_in_one, in_one = align_in_blocks(experts.cuda(), num_experts, rows)
+        assert all(torch.equal(*pair) for pair in zip(alignment_in_one, on_device, strict=True))
         used = int(expected.starts[-1])
-        assert torch.equal(actual.starts.cpu(), expected.starts)
-        for name in ("expert", "first", "rows"):
-            assert torch.equal(getattr(actual, name)[:used].cpu(), getattr(expected, name)[:used])
+        for actual in (in_two, in_one):
+            assert torch.equal(actual.starts.cpu(), expected.starts)
+            for name in ("expert", "first", "rows"):
+                assert torch.equal(getattr(actual, name)[:used].cpu(), getattr(expected, name)[:used])
 
 
 def sums(tokens: int, k: int, hidden: int) -> None:
