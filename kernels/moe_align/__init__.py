@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.moe_align import ref
+from kernels.moe_align.cost import DEFAULT, Backend
 
 MAX_EXPERTS_ON_DEVICE = 4096
 
@@ -34,15 +35,20 @@ class Blocks(NamedTuple):
     block_rows: int
 
 
-def moe_align(experts: torch.Tensor, num_experts: int) -> Alignment:
+def moe_align(experts: torch.Tensor, num_experts: int, backend: Backend = DEFAULT) -> Alignment:
     """Sorts routes by expert, E bins, whatever slots the experts are in.
 
-    `experts` is [T, K] int32 with values in 0..num_experts-1 (not checked: that would wait for the device).
-    ValueError for a wrong shape, type or num_experts, which on a CUDA device ends at 4,096.
+    `experts` is [T, K] int32 with values in 0..num_experts-1 (not checked: that would wait for the device). `backend`
+    is who does it on a CUDA device; the result is the same. ValueError for a wrong shape, type or num_experts, which on
+    a CUDA device ends at 4,096, with sgl_kernel at 1,023; and for sgl_kernel where it cannot be imported.
     """
     _check(experts, num_experts)
     if not experts.is_cuda:
         return Alignment(*ref.moe_align(experts, num_experts))
+    if backend == "sgl_kernel":
+        from kernels.moe_align import sgl
+
+        return Alignment(*sgl.moe_align(experts, num_experts))
     from kernels.moe_align import tri
 
     return Alignment(*tri.moe_align(experts, num_experts))

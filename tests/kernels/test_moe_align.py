@@ -1,5 +1,7 @@
 """moe_align and blocks against brute force; the Triton kernels against them, interpreted and on a device."""
 
+import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +123,46 @@ def test_the_triton_kernels_compile_for_hopper(bins: int) -> None:
 def test_the_device_s_alignment_is_the_reference_s(num_experts: int, tokens: int) -> None:
     """Against the CPU; 64 routes are compared, 1,024 sorted by one program, 1,030 by two."""
     device_checks.alignment(num_experts, tokens, 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [1, 8, 512, 1023])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 33, 103, 1025])
+def test_sgl_kernel_gives_each_expert_the_same_routes(num_experts: int, tokens: int) -> None:
+    """Against sgl_kernel where it can be imported: as sets, for its order within an expert is none; and put in order,
+    as equality."""
+    pytest.importorskip("sgl_kernel", exc_type=ImportError)
+    from kernels.moe_align import sgl
+
+    k = 10 if tokens % 2 else 7
+    generator = torch.Generator().manual_seed(tokens)
+    experts = torch.randint(0, num_experts, (tokens, k), dtype=torch.int32, generator=generator).cuda()
+    ours, theirs = moe_align(experts, num_experts), sgl.by_expert(experts, num_experts)
+    offsets = ours.offsets.tolist()
+    for begin, end in itertools.pairwise(offsets):
+        assert set(theirs[begin:end].tolist()) == set(ours.routes[begin:end].tolist())
+    ordered = moe_align(experts, num_experts, "sgl_kernel")
+    assert all(torch.equal(*pair) for pair in zip(ordered, ours, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_sgl_kernel_s_routes_are_put_in_order(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against our alignment, from routes that are by expert and else in no order."""
+    from kernels.moe_align import sgl
+
+    experts = torch.randint(0, 9, (tokens, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(tokens))
+    shuffled = torch.randperm(tokens * 3)
+    routes = shuffled[experts.flatten()[shuffled].sort().indices].to(torch.int32)
+    monkeypatch.setattr(sgl, "by_expert", lambda *_: routes)
+    assert all(torch.equal(*pair) for pair in zip(sgl.moe_align(experts, 9), moe_align(experts, 9), strict=True))
+
+
+def test_sgl_kernel_s_limits_are_refused() -> None:
+    """Against the docstrings, before anything reaches a device."""
+    from kernels.moe_align import sgl
+
+    with pytest.raises(ValueError, match="at most 1023"):
+        sgl.moe_align(torch.zeros(1, 1, dtype=torch.int32), 1024)
+    if importlib.util.find_spec("sgl_kernel") is None:
+        with pytest.raises(ValueError, match="sgl_kernel cannot be used"):
+            sgl.moe_align(torch.zeros(1, 1, dtype=torch.int32), 8)
