@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RANK = {"kernels": 0, "copyengine": 1, "worker": 2, "scheduler": 3, "launch": 4}
-SHARED_BY_COPYENGINE = ("wire", "device", "model_spec", "checkpoint", "budget", "protocol", "client", "ring")
+SHARED_BY_COPYENGINE = (
+    "wire",
+    "device",
+    "model_spec",
+    "records",
+    "checkpoint",
+    "budget",
+    "protocol",
+    "client",
+    "ring",
+    "sync",
+)
 """Parts of copyengine that other processes may import: its protocol and client, and its libraries."""
 CALLEE_ONLY = ("protocol", "client")
 
