@@ -107,6 +107,8 @@ class CudaWorker:
         self.ring = create_segment("test", f"{name}-ring", ring_nbytes(CAPACITY))
         self.mapped = self.device.map_ring(self.ring)
         self.writer = RingWriter(self.ring.array, CAPACITY)
+        self.stream: Any = self.device._driver.stream()
+        self.event: Any = self.device._driver.event()
 
     @property
     def request(self) -> Attach:
@@ -148,6 +150,9 @@ class CudaWorker:
 
     def close(self) -> None:
         """Free all of it."""
+        self.device._gpu.enter()
+        self.device._driver.destroy_event(self.event)
+        self.device._driver.destroy_stream(self.stream)
         self.mapped.close()
         self.ring.close()
         self.pool.close()
