@@ -18,7 +18,11 @@ from copyengine.wire.process import refuse, run_process
 async def serve(config: CopyEngineConfig) -> None:
     """Serve until Shutdown; cancelling it stops at once. ConfigError if the start is refused."""
     context = zmq.asyncio.Context()
-    server = CopyEngineServer(config, context)
+    try:
+        server = CopyEngineServer(config, context)
+    except BaseException:
+        context.term()
+        raise
     try:
         announce(Listening(server.bind()))
         reclaim_stale()

@@ -5,6 +5,7 @@ imported when a Driver is loaded and not before: most machines have neither it n
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ BATCH_VERSION = 12080
 """Driver that brought cuMemcpyBatchAsync. CUDA 13 gave it another form, so bindings of 13 need a driver of 13."""
 
 INSTALL = "install the NVIDIA driver and `pip install cuda-bindings`, or use --device cpu"
+
+
+log = logging.getLogger(__name__)
 
 
 class CudaError(Exception):
@@ -102,7 +106,7 @@ class Driver:
 
     def release_context(self, device: Any) -> None:
         """Undo one `retain_context`."""
-        self._call("cuDevicePrimaryCtxRelease", device)
+        self._give_back("cuDevicePrimaryCtxRelease", device)
 
     def enter(self, context: Any) -> None:
         """Make `context` the calling thread's."""
@@ -127,7 +131,7 @@ class Driver:
 
     def free(self, address: int) -> None:
         """Free what `allocate` gave."""
-        self._call("cuMemFree", address)
+        self._give_back("cuMemFree", address)
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Start and length of the allocation in which `address` lies."""
@@ -141,7 +145,7 @@ class Driver:
 
     def free_host(self, address: int) -> None:
         """Free what `allocate_host` gave."""
-        self._call("cuMemFreeHost", address)
+        self._give_back("cuMemFreeHost", address)
 
     def register_host(self, address: int, nbytes: int, flags: int = HOST_PORTABLE) -> None:
         """Pin whole pages of host memory."""
@@ -149,7 +153,7 @@ class Driver:
 
     def unregister_host(self, address: int) -> None:
         """Undo `register_host`."""
-        self._call("cuMemHostUnregister", address)
+        self._give_back("cuMemHostUnregister", address)
 
     def device_address(self, address: int) -> int:
         """At what address a device finds host memory that was registered as HOST_MAPPED."""
@@ -167,7 +171,7 @@ class Driver:
 
     def close_export(self, address: int) -> None:
         """Undo one `open_export`."""
-        self._call("cuIpcCloseMemHandle", address)
+        self._give_back("cuIpcCloseMemHandle", address)
 
     # Streams ---------------------------------------------------------------------------------------------------------
 
@@ -181,7 +185,7 @@ class Driver:
 
     def destroy_stream(self, stream: Any) -> None:
         """Free a stream, once it has done what it was given."""
-        self._call("cuStreamDestroy", stream)
+        self._give_back("cuStreamDestroy", stream)
 
     def event(self) -> Any:
         """An event."""
@@ -189,7 +193,7 @@ class Driver:
 
     def destroy_event(self, event: Any) -> None:
         """Free an event."""
-        self._call("cuEventDestroy", event)
+        self._give_back("cuEventDestroy", event)
 
     def record(self, event: Any, stream: Any) -> None:
         """Have `event` happen after all that `stream` was given so far."""
@@ -249,6 +253,15 @@ class Driver:
         status, *results = getattr(self._api, name)(*arguments)
         self._check(name, status)
         return results[0] if results else None
+
+    def _give_back(self, name: str, *arguments: Any) -> None:
+        """A call that frees something. In a context that is of no use any more it is gone already."""
+        try:
+            self._call(name, *arguments)
+        except CudaError as error:
+            if error.refused:
+                raise
+            log.warning("on a GPU that is broken: %s", error)
 
     def _check(self, call: str, status: Any) -> None:
         if status:

@@ -20,13 +20,15 @@ import pytest
 import zmq.asyncio
 from msgspec.structs import replace
 
+from copyengine.checkpoint.dummy import fill_dummy_experts
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.client import CopyEngineClient
 from copyengine.config import CopyEngineConfig
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice
-from copyengine.loading import BankLoader
+from copyengine.device.probe import cuda_devices
+from copyengine.loading import DUMMY_SEED, BankLoader
 from copyengine.protocol import Load, Loaded, LoadProgress
 from copyengine.server import CopyEngineServer
 from copyengine.thread import CopyEngineThread
@@ -35,8 +37,8 @@ from copyengine.wire.lifecycle import Listening, Ready, StartFailed, parse_event
 from copyengine.wire.loop import EventLoop, run
 from kernels.formats import layout
 from worker.client import WorkerClient
-from worker.protocol import Load as WorkerLoad
 from worker.geometry import SlotGeometry
+from worker.protocol import Load as WorkerLoad
 from worker.slots import ExpertSlots
 
 SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
@@ -190,6 +192,26 @@ def test_banks_hold_what_the_checkpoint_holds(model: str, dtype: str) -> None:
             assert loaded.bank_nbytes == sum(bank.nbytes for bank in records)
             assert progress[-1].done_nbytes == progress[-1].total_nbytes == loaded.read_nbytes
             assert await client.load(model, dtype) == loaded  # type: ignore[arg-type]
+
+    run(test(), "selector")
+
+
+def test_experts_are_made_up_if_asked_for(model: str) -> None:
+    """What fill_dummy_experts makes; no file is read. Weights from the files are then another load."""
+
+    async def test() -> None:
+        async with engine() as (server, client):
+            progress: list[LoadProgress] = []
+            loaded = await client.load(model, "bfloat16", on_progress=progress.append, load_format="dummy")
+            record = layout("bfloat16", SIZES.hidden, SIZES.intermediate)
+            made_up = [np.zeros((SIZES.experts, record.record_nbytes), np.uint8) for _ in range(SIZES.layers)]
+            fill_dummy_experts(record, made_up, DUMMY_SEED, lambda _: None)
+            banks = server._loader.banks
+            assert banks is not None and loaded.read_nbytes == 0
+            assert all(np.array_equal(a, b) for a, b in zip(banks.records, made_up, strict=True))
+            assert progress[-1] == LoadProgress("made-up experts", banks.nbytes, banks.nbytes)
+            with pytest.raises(ConfigError, match="holds"):
+                await client.load(model, "bfloat16")
 
     run(test(), "selector")
 
@@ -370,6 +392,9 @@ def test_attach_refuses_memory_that_is_not_what_it_says(model: str) -> None:
                 (replace(good, pool_slots=-5), WireError),
                 (replace(good, ring=replace(good.ring, name="../../etc/passwd")), WireError),
                 (replace(good, ring=replace(good.ring, name="")), WireError),
+                (replace(good, pool=replace(good.pool, kind="cuda_ipc")), WireError),
+                (replace(good, ring=replace(good.ring, kind="cuda_local")), WireError),
+                (replace(good, pool=replace(good.pool, device="0000:01:00.0")), WireError),
             ]
             for request, error in wrong:
                 with pytest.raises(error):
@@ -512,6 +537,14 @@ def test_a_read_that_is_stuck_holds_up_no_stop(model: str, ledger: Path, process
     assert code == 0 and "a read may be stuck" in stderr
     assert time.monotonic() - start < 10
     assert entries(ledger) == []
+
+
+@pytest.mark.skipif(bool(cuda_devices()), reason="there is a GPU here")
+def test_no_gpu_is_one_clear_line() -> None:
+    process = Process("--device", "cuda")
+    code, stderr = process.end()
+    assert code == 2 and "--device cpu" in stderr and stderr.count("\n") == 1
+    assert isinstance(process.events[0], StartFailed) and process.events[0].code == "config"
 
 
 def test_a_wrong_setting_is_one_clear_line() -> None:

@@ -40,6 +40,28 @@ def test_a_failing_call_is_named_with_its_error() -> None:
     assert caught.value.refused
 
 
+def test_what_a_broken_gpu_does_not_take_back_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    """An error of an earlier operation ends no clean-up; that something is freed twice is a bug, and raises."""
+    cuda = FakeCuda(FakeMachine())
+    driver = cuda.driver()
+    calls: dict[str, Callable[[], object]] = {
+        "cuMemFree": lambda: driver.free(1),
+        "cuMemFreeHost": lambda: driver.free_host(1),
+        "cuMemHostUnregister": lambda: driver.unregister_host(1),
+        "cuIpcCloseMemHandle": lambda: driver.close_export(1),
+        "cuStreamDestroy": lambda: driver.destroy_stream(None),
+        "cuEventDestroy": lambda: driver.destroy_event(None),
+        "cuDevicePrimaryCtxRelease": lambda: driver.release_context(0),
+    }
+    for name, call in calls.items():
+        cuda.fails[name] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+        call()
+        assert f"{name}: CUDA_ERROR_ILLEGAL_ADDRESS" in caplog.text
+        cuda.fails[name] = CUresult.CUDA_ERROR_INVALID_VALUE
+        with pytest.raises(CudaError, match=name):
+            call()
+
+
 @pytest.mark.parametrize(
     ("version", "bindings", "has"),
     [(12070, 12, False), (12080, 12, True), (12090, 13, False), (13000, 13, True), (13000, 12, True)],
