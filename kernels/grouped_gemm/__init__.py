@@ -94,20 +94,31 @@ def grouped_gemm_slots(
         mid = torch.empty(tokens * k, layout.intermediate, dtype=x.dtype, device=x.device)
     if not (pool.is_contiguous() and out_rows.is_contiguous() and mid.is_contiguous()):
         raise ValueError("pool, out_rows and mid must be contiguous")
+    if tiles.gate_up.block_m == 1:
+        from kernels.grouped_gemm import tri_few
+
+        tri_few.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, tiles, mid, out_rows)
+        return
     from kernels.grouped_gemm import tri
 
-    left = x if arranged else arrange(x, layout)
+    if layout.format == "nvfp4" and not (arranged and _arranges(x, layout)):
+        x = tri.even_first(x)
     grid_blocks = max_blocks(tokens * k, max_routed, blocks.block_rows)
-    tri.grouped_gemm_slots(left, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, mid, out_rows)
+    tri.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, mid, out_rows)
 
 
 def arrange(x: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
     """x [T, H] as the kernels read it: done once for a layer, it need not be done by each `grouped_gemm_slots`."""
-    if not x.is_cuda or layout.format != "nvfp4":
+    if not _arranges(x, layout):
         return x
     from kernels.grouped_gemm import tri
 
     return tri.even_first(x)
+
+
+def _arranges(x: torch.Tensor, layout: RecordLayout) -> bool:
+    """Of few tokens most layers read x as it is, so that those of them that do not must arrange it themselves."""
+    return x.is_cuda and layout.format == "nvfp4" and x.shape[0] > cost.FEW_TOKENS
 
 
 def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:

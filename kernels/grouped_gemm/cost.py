@@ -3,13 +3,23 @@
 nvfp4: the best or within 2 % of it in a sweep on an H200 at H 2560, I 640, E 512, K 10 (2026-11, lines "Sweep" of
 tests/bench/results/nvidia-h200_202611_kernels.md). The other formats' are not swept, but chosen from bytes and shared
 memory.
+
+Few tokens with about one route for each expert have tiles of one row, for kernels without matrix instructions
+(tri_few). These give a thread 16 bytes of a row of W at a time, a program as many threads as x's loads need to stay
+without shared memory, and a multiprocessor a few programs; they are not swept.
 """
 
 from typing import NamedTuple
 
+FEW_TOKENS = 16
+"""At most; more are never worked on one row at a time."""
+
 
 class Tile(NamedTuple):
-    """block_m rows of x by block_n rows of W; block_k bytes of codes (nvfp4) or elements of W a step."""
+    """block_m rows of x by block_n rows of W; block_k bytes of codes (nvfp4) or elements of W a step.
+
+    `stages` of the loop over k are under way at a time, or, of tiles of one row, in one turn of it.
+    """
 
     block_m: int
     block_n: int
@@ -27,6 +37,8 @@ class Tiles(NamedTuple):
 
 def tiles(tokens: int, k: int, num_experts: int, format_name: str) -> Tiles:
     """For T = `tokens` tokens of K = `k` routes to E = `num_experts` experts."""
+    if tokens <= FEW_TOKENS and tokens * k <= num_experts:
+        return _few(format_name)
     block_m = _block_m(tokens, k, num_experts)
     match format_name:
         case "nvfp4" if block_m == 128:
@@ -38,6 +50,16 @@ def tiles(tokens: int, k: int, num_experts: int, format_name: str) -> Tiles:
             return Tiles(Tile(block_m, 64, 32, 2, 4), Tile(block_m, 64, 32, 2, 4))
         case _:
             return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, 64, 64, 3, 4))
+
+
+def _few(format_name: str) -> Tiles:
+    match format_name:
+        case "nvfp4":
+            return Tiles(Tile(1, 16, 256, 1, 8), Tile(1, 32, 64, 1, 4))
+        case "float32":
+            return Tiles(Tile(1, 16, 64, 2, 8), Tile(1, 16, 64, 2, 8))
+        case _:
+            return Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 16, 128, 2, 8))
 
 
 def _block_m(tokens: int, k: int, num_experts: int) -> int:

@@ -13,6 +13,7 @@ bits. What is left, global * 2^8, multiplies the float32 sum.
 A row's values depend on its place in its block and on the tile, never on the slot or on the launch.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -137,11 +138,15 @@ def even_first(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(tokens, hidden // 2, 2).transpose(1, 2).contiguous().view(tokens, hidden)
 
 
+@functools.cache
 def gate_up_arguments(layout: RecordLayout, k: int, tile: Tile, decode_by_bits: bool = True) -> dict[str, Any]:
+    """Constants and options; not to be changed."""
     return {"K": k, **_arguments(layout, "gate_up", tile, decode_by_bits)}
 
 
+@functools.cache
 def down_arguments(layout: RecordLayout, tile: Tile, decode_by_bits: bool = True) -> dict[str, Any]:
+    """Constants and options; not to be changed."""
     return _arguments(layout, "down", tile, decode_by_bits)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -249,17 +250,16 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
     assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
 
 
-@pytest.mark.parametrize(("format_name", "tokens"), [("nvfp4", 1), ("nvfp4", 1024), ("nvfp4", 4096), ("bfloat16", 128)])
+@pytest.mark.parametrize(
+    ("format_name", "tokens"), [("nvfp4", 17), ("nvfp4", 1024), ("nvfp4", 4096), ("bfloat16", 128)]
+)
 def test_the_triton_kernels_compile_for_hopper(format_name: str, tokens: int) -> None:
     """Against the shared memory of sm_90, and warpgroup matrix instructions fed from registers; nothing spills."""
     pytest.importorskip("triton")
     from kernels.grouped_gemm import tri
     from tests.kernels.ahead_of_time import SHARED_NBYTES, compile_for_hopper
 
-    record = layout(format_name, 2560, 640)
-    tables = ("slot_of", "span", "routes", "starts", "expert", "first", "rows")
-    types = {f"{name}_ptr": "*i32" for name in tables} | {"pool_ptr": "*u8", "weights_ptr": "*fp32"}
-    types |= dict.fromkeys(("x_ptr", "mid_ptr", "out_ptr"), "*bf16")
+    record, types = layout(format_name, 2560, 640), kernel_types()
     tiles = cost.tiles(tokens, 10, 512, format_name)
     for kernel, arguments in (
         (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up)),
@@ -272,20 +272,92 @@ def test_the_triton_kernels_compile_for_hopper(format_name: str, tokens: int) ->
     compile_for_hopper(tri._combine, types, {"H": 2560, "K": 10, "num_warps": 4})
 
 
+def kernel_types() -> dict[str, str]:
+    tables = ("slot_of", "span", "routes", "starts", "expert", "first", "rows")
+    types = {f"{name}_ptr": "*i32" for name in tables} | {"pool_ptr": "*u8", "weights_ptr": "*fp32"}
+    return types | dict.fromkeys(("x_ptr", "mid_ptr", "out_ptr"), "*bf16")
+
+
+@pytest.mark.parametrize("geometry", [(2560, 640), (2048, 768), (96, 48)])
+@pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16"])
+def test_the_kernels_of_few_tokens_compile_for_hopper(format_name: str, geometry: tuple[int, int]) -> None:
+    """One barrier, of the sum at the end: every thread loads what it needs, and 16 bytes of W at a time."""
+    pytest.importorskip("triton")
+    from kernels.grouped_gemm import tri_few
+    from tests.kernels.ahead_of_time import compile_for_hopper
+
+    record = layout(format_name, *geometry)
+    tiles = cost.tiles(1, 10, 512, format_name)
+    for kernel, arguments in (
+        (tri_few._gate_up, {"K": 10, **tri_few.arguments(record, "gate_up", tiles.gate_up)}),
+        (tri_few._down, tri_few.arguments(record, "down", tiles.down)),
+    ):
+        types = {name: kind for name, kind in kernel_types().items() if name in kernel.arg_names}
+        text = compile_for_hopper(kernel, types, arguments).asm["ptx"]
+        assert text.count("bar.sync") <= 1 and ".ftz" not in text
+        assert "ld.global.v4.b32" in text or geometry == (96, 48)  # whose rows start in the middle of 16 bytes
+
+
+def test_the_text_that_decodes_a_word_gives_its_eight_values() -> None:
+    """Against the E2M1 table, by carrying out the text's instructions on all bytes in all places."""
+    pytest.importorskip("triton")
+    from kernels.grouped_gemm import tri_few
+
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    table = np.concatenate([magnitudes, -magnitudes])
+    words = np.random.default_rng(0).integers(0, 2**32, 10_000, dtype=np.uint32)
+    values = carry_out(tri_few._DECODE.value, {"$8": words})
+    for i in range(8):
+        np.testing.assert_array_equal(values[f"${i}"] * np.float32(2**14), table[(words >> np.uint32(4 * i)) & 15])
+
+
+def carry_out(text: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Registers after a text of PTX that moves bits and converts float16, on vectors."""
+    registers = dict(registers)
+
+    def get(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.uint32(int(name, 16 if "x" in name else 10))  # type: ignore[return-value]
+
+    for line in text.replace("\n", " ").strip().strip("{}").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        operands = [operand.strip("{} ") for operand in rest.split(",")]
+        match operation.split("."):
+            case ["shl", _]:
+                registers[operands[0]] = get(operands[1]) << get(operands[2])
+            case ["shr", _]:
+                registers[operands[0]] = get(operands[1]) >> get(operands[2])
+            case ["and", _]:
+                registers[operands[0]] = get(operands[1]) & get(operands[2])
+            case ["lop3", _]:
+                assert operands[4] == "0xEA"
+                registers[operands[0]] = (get(operands[1]) & get(operands[2])) | get(operands[3])
+            case ["mov", _]:
+                halves = get(operands[2]).view(np.uint16).reshape(-1, 2)
+                registers[operands[0]], registers[operands[1]] = halves[:, 0], halves[:, 1]
+            case ["cvt", "f32", "f16"]:
+                registers[operands[0]] = get(operands[1]).copy().view(np.float16).astype(np.float32)
+            case _:
+                assert operation in ("", ".reg"), line
+    return registers
+
+
 @pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16", "float32"])
 def test_tiles_take_whole_blocks_of_the_format(format_name: str) -> None:
-    """Against what the kernels need: powers of two, one block_m for both, at least 16 rows, whole scale words."""
+    """Against what the kernels need: powers of two, one block_m for both, 1 row or at least 16, whole scale words."""
     for tokens in (0, 1, 16, 17, 100, 1000, 5000, 100_000):
         gate_up, down = cost.tiles(tokens, 10, 512, format_name)
-        assert gate_up.block_m == down.block_m >= 16
+        assert gate_up.block_m == down.block_m and (gate_up.block_m == 1) == (tokens <= cost.FEW_TOKENS)
+        assert gate_up.block_m == 1 or gate_up.block_m >= 16
         for tile in (gate_up, down):
             assert all(size & (size - 1) == 0 for size in tile[:3]) and tile.block_k >= 32
+    assert cost.tiles(2, 2, 3, format_name).gate_up.block_m == 16  # more routes than experts share their reading
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "intermediate"), [(1, 512, 160), (16, 512, 160), (37, 96, 48), (300, 512, 320), (2000, 80, 48)]
+    ("tokens", "hidden", "intermediate"),
+    [(1, 512, 160), (4, 80, 48), (16, 512, 160), (37, 96, 48), (300, 512, 320), (2000, 80, 48)],
 )
 def test_the_device_s_rows_are_those_of_float64(format_name: str, tokens: int, hidden: int, intermediate: int) -> None:
     """Against the exact values of the records."""
@@ -294,7 +366,9 @@ def test_the_device_s_rows_are_those_of_float64(format_name: str, tokens: int, h
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize(("tokens", "num_experts", "k"), [(1, 64, 10), (16, 64, 10), (600, 8, 2), (1024, 64, 10)])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k"), [(1, 64, 10), (6, 64, 10), (7, 64, 10), (16, 64, 10), (600, 8, 2), (1024, 64, 10)]
+)
 def test_the_device_s_rows_are_the_same_bits(format_name: str, tokens: int, num_experts: int, k: int) -> None:
     """Against the run in one launch: in queries, in other slots of a larger pool, not-a-number in the free ones."""
     device_checks.bits(format_name, tokens, num_experts, k, 512, 160)
