@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.attention import ref
+from kernels.attention import cost, ref
 
 
 def attention(
@@ -12,13 +12,19 @@ def attention(
 
     `q` is [n, heads, D]; `k_pages` and `v_pages` are [num_pages, page_tokens, kv_heads, D] and hold the new tokens too;
     `pages` [P] int64 are the pages of positions 0 .. start + n - 1, in order (further pages are not read). Head h reads
-    kv head h // (heads / kv_heads). Returns [n, heads * D]. ValueError for shapes that do not fit together.
+    kv head h // (heads / kv_heads). Returns [n, heads * D]. On a CUDA device nothing waits for it, and up to 32 heads
+    share a kv head, of a D up to 256. ValueError for shapes that do not fit together.
     """
     _expect_heads(q, k_pages, v_pages)
     rows, page_tokens = q.shape[0], k_pages.shape[1]
     if pages.ndim != 1 or start < 0 or start + rows > pages.shape[0] * page_tokens:
         raise ValueError(f"positions {start} .. {start + rows - 1} do not fit {tuple(pages.shape)} pages")
-    return ref.attention(q, k_pages, v_pages, pages, start, scale)
+    if not q.is_cuda:
+        return ref.attention(q, k_pages, v_pages, pages, start, scale)
+    _expect_on_device(q, k_pages, v_pages)
+    from kernels.attention import tri
+
+    return tri.attention(q, k_pages, v_pages, pages, start, scale)
 
 
 def decode_attention(
@@ -43,7 +49,12 @@ def decode_attention(
         raise ValueError(f"table must be an int32 [{rows}, P] tensor, not {table.dtype} {tuple(table.shape)}")
     if tuple(lengths.shape) != (rows,) or lengths.dtype != torch.int32:
         raise ValueError(f"lengths must be an int32 [{rows}] tensor, not {lengths.dtype} {tuple(lengths.shape)}")
-    return ref.decode_attention(q, k_pages, v_pages, table, lengths, scale)
+    if not q.is_cuda:
+        return ref.decode_attention(q, k_pages, v_pages, table, lengths, scale)
+    _expect_on_device(q, k_pages, v_pages)
+    from kernels.attention import tri
+
+    return tri.decode_attention(q, k_pages, v_pages, table, lengths, scale)
 
 
 def store_kv(
@@ -69,7 +80,13 @@ def store_kv(
     for name, places in (("pages", pages), ("offsets", offsets)):
         if tuple(places.shape) != k.shape[:1] or places.dtype != torch.int64:
             raise ValueError(f"{name} must be int64 [{k.shape[0]}], not {places.dtype} {tuple(places.shape)}")
-    ref.store_kv(k, v, k_pages, v_pages, pages, offsets)
+    if not k.is_cuda:
+        ref.store_kv(k, v, k_pages, v_pages, pages, offsets)
+        return
+    _expect_contiguous(k_pages, v_pages)
+    from kernels.attention import tri
+
+    tri.store_kv(k, v, k_pages, v_pages, pages, offsets)
 
 
 def _expect_heads(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
@@ -82,3 +99,21 @@ def _expect_heads(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor)
     kv_heads, kv_dim = k_pages.shape[2:]
     if kv_dim != head_dim or heads % kv_heads:
         raise ValueError(f"{heads} heads of {head_dim} do not fit {kv_heads} kv heads of {kv_dim}")
+
+
+def _expect_on_device(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """What the kernels need beyond what fits together."""
+    heads, head_dim = q.shape[1:]
+    if not q.dtype == k_pages.dtype == v_pages.dtype:
+        raise ValueError(f"q and pages must be of one type, not {q.dtype}, {k_pages.dtype} and {v_pages.dtype}")
+    if heads // k_pages.shape[2] > cost.MAX_GROUP or head_dim > cost.MAX_HEAD_DIM:
+        raise ValueError(
+            f"{heads} heads of {head_dim} over {k_pages.shape[2]} kv heads are more than the device's "
+            f"{cost.MAX_GROUP} of {cost.MAX_HEAD_DIM}"
+        )
+    _expect_contiguous(k_pages, v_pages)
+
+
+def _expect_contiguous(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise ValueError("k and v pages must be contiguous")

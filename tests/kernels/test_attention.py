@@ -1,11 +1,16 @@
-"""Paged attention against a naive float64 loop."""
+"""Paged attention against a naive float64 loop; the Triton kernels against float64 and the reference."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.attention import attention, decode_attention, store_kv
+from kernels.attention import attention, cost, decode_attention, store_kv
+
+ROOT = Path(__file__).parents[2]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -228,3 +233,199 @@ def test_keys_and_values_that_do_not_fit_are_refused(change: dict[str, torch.Ten
     }
     with pytest.raises(ValueError, match=match):
         store_kv(**(arguments | change))
+
+
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    """Against the reference; a row's bits do not change with what it is computed with."""
+    pytest.importorskip("triton")
+    script = [sys.executable, "-m", "tests.kernels.interpreted_attention"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+FEW_WORDS = 48
+"""Bytes of a thread's stack that the assembler may take outside the loop where registers are tight."""
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "group"),
+    [(90, 256, 12), (90, 128, 1), (90, 96, 4), (90, 64, 32), (80, 256, 12), (86, 256, 12), (120, 128, 12)],
+)
+def test_the_triton_kernels_compile(dtype: str, capability: int, head_dim: int, group: int) -> None:
+    """Against the shared memory of sm_90 and of smaller GPUs; in 16 bits on sm_90 nothing spills, and prefill's
+    products are warpgroup matrix instructions."""
+    pytest.importorskip("triton")
+    from kernels.attention import tri
+    from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
+
+    types = dict.fromkeys(("sums_ptr", "stats_ptr"), "*fp32") | {"table_ptr": "*i32", "lengths_ptr": "*i32"}
+    types |= dict.fromkeys(("rows", "start", "share", "q_stride", "q_head_stride", "table_stride"), "i32")
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype) | {"scale": "fp32"}
+    narrow = dtype == "*bf16"
+    stack = 0 if narrow and capability == 90 else FEW_WORDS
+    sizes = (2 * group, 2, head_dim)
+    limits = (2 if narrow else 4, SHARED_NBYTES[capability])
+    pages = torch.empty(8, 16, 2, head_dim, device="meta")
+    tile, splits = cost.decode_plan(*sizes, *limits)
+    arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLITS": splits}
+    expect_fits(tri._decode, types, arguments, capability, stack)
+    _, options = tri.merge_launch(1, 2 * group, head_dim)
+    merge = {"SPLITS": splits, "BLOCK_N": tile.block_n, "DECODE": True, **options}
+    expect_fits(tri._merge, types, merge, capability)
+    types["table_ptr"] = "*i64"
+    for rows in (4096, 38):
+        tile, splits = cost.prefill_plan(rows, *sizes, 30_000, *limits)
+        arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLITS": splits}
+        compiled = expect_fits(tri._prefill, types, arguments, capability, stack)
+        assert "wgmma.mma_async" in compiled.asm["ptx"] or not narrow or capability != 90
+
+
+def test_offsets_beyond_32_bits_compile_too() -> None:
+    """For sm_90, and the kernel that stores."""
+    pytest.importorskip("triton")
+    from kernels.attention import tri
+    from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
+
+    types = dict.fromkeys(("table_ptr", "pages_ptr", "offsets_ptr"), "*i64")
+    types |= dict.fromkeys(("rows", "start", "share", "q_stride", "q_head_stride"), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("k_stride", "k_head_stride", "v_stride", "v_head_stride"), "i32")
+    pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_pages_ptr", "v_pages_ptr")
+    types |= dict.fromkeys(("sums_ptr", "stats_ptr"), "*fp32") | dict.fromkeys(pointers, "*bf16")
+    tile, splits = cost.prefill_plan(4096, 24, 2, 256, 30_000, 2, SHARED_NBYTES[90])
+    pages = torch.empty(8, 16, 2, 256, device="meta")
+    arguments = tri.launch_arguments(24, pages, tile, wide=True) | {"SPLITS": splits}
+    expect_fits(tri._prefill, types, arguments, stack_nbytes=FEW_WORDS)
+    expect_fits(tri._store_kv, types, tri.store_arguments(2, 256, 16))
+
+
+def test_a_plan_fills_a_gpu_and_splits_in_powers_of_two() -> None:
+    """Against what the kernels need, at sizes around every limit."""
+    for rows in (1, 2, 38, 127, 128, 129, 1324, 4096, 100_000):
+        for length in (rows, rows + 255, rows + 256, rows + 32_768, 262_144 + rows):
+            for heads, kv_heads in ((24, 2), (32, 8), (8, 8), (1, 1)):
+                tile, splits = cost.prefill_plan(rows, heads, kv_heads, 256, length, 2, 227 * 1024)
+                programs = -(-rows * (heads // kv_heads) // tile.block_m) * kv_heads
+                assert splits & (splits - 1) == 0 and (splits == 1 or programs * splits <= cost.PROGRAMS)
+                assert splits == 1 or length // splits >= cost.LEAST_SHARE
+    for kv_heads in (1, 2, 3, 8, 16, 128):
+        tile, splits = cost.decode_plan(8 * kv_heads, kv_heads, 128, 2, 227 * 1024)
+        assert splits & (splits - 1) == 0 and splits >= 8 and tile.block_m >= 8
+
+
+class Chunk:
+    """A prefill chunk on a device, after `start` positions, its pages mixed, not a number past its end."""
+
+    def __init__(self, rows: int, start: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator("cuda").manual_seed(rows + start)
+        length, page_tokens = start + rows, 16
+        count = max(1, -(-length // page_tokens))
+        wide = torch.randn(rows, heads + 1, head_dim, device="cuda", generator=generator)
+        self.q = wide.to(dtype)[:, :heads]
+        self.kv = torch.full((2, count * page_tokens, kv_heads, head_dim), float("nan"), dtype=dtype, device="cuda")
+        self.kv[:, :length].normal_(generator=generator)
+        self.pages = torch.randperm(count, generator=generator, device="cuda")
+        self.stored = torch.empty(2, count, page_tokens, kv_heads, head_dim, dtype=dtype, device="cuda")
+        self.stored[:, self.pages] = self.kv.view(2, count, page_tokens, kv_heads, head_dim)
+        self.start, self.scale = start, head_dim**-0.5
+
+    def check(self) -> None:
+        """attention gives what float64 does, head by head."""
+        out = attention(self.q, self.stored[0], self.stored[1], self.pages, self.start, self.scale)
+        rows, heads, head_dim = self.q.shape
+        assert out.shape == (rows, heads * head_dim) and out.dtype == self.q.dtype
+        length = self.start + rows
+        visible = torch.ones(rows, length, dtype=torch.bool, device="cuda").tril(self.start)
+        group = heads // self.kv.shape[2]
+        for head in range(heads):
+            k, v = self.kv[:, :length, head // group].double()
+            scores = (self.q[:, head].double() @ k.T * self.scale).masked_fill(~visible, -math.inf)
+            expected = torch.softmax(scores, dim=1) @ v
+            actual = out.view(rows, heads, head_dim)[:, head].double()
+            tolerance = TOLERANCE[self.q.dtype]
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(24, 2, 256), (16, 4, 128), (3, 3, 64), (12, 2, 96), (32, 1, 24)]
+)
+def test_the_device_s_chunks_are_those_of_float64(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """With and without a cached prefix, split and whole, around the tiles' and the pages' edges."""
+    for rows, start in ((0, 5), (1, 0), (1, 37), (2, 0), (16, 16), (33, 0), (63, 64), (128, 0), (129, 255), (513, 1)):
+        Chunk(rows, start, heads, kv_heads, head_dim, dtype).check()
+    for rows, start in ((1, 9000), (38, 28_000), (201, 5000), (1324, 0)):
+        Chunk(rows, start, heads, kv_heads, head_dim, dtype).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(24, 2, 256), (32, 8, 128), (3, 3, 64), (12, 2, 96), (32, 1, 24)]
+)
+def test_the_device_s_decode_rows_are_those_of_float64_and_of_each_sequence_alone(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Against float64; and as equality against B = 1 with a table of another width."""
+    lengths = [1, 0, 15, 16, 17, 63, 64, 65, 127, 1000, 4097, 8192]
+    case = Decode(lengths, heads, kv_heads, head_dim, 16, dtype, "cuda")
+    out = case.run()
+    case.check(out)
+    for row in range(len(lengths)):
+        assert torch.equal(case.run_alone(row, more_pages=row), out[row : row + 1])
+
+
+@pytest.mark.gpu
+def test_the_device_s_longest_context() -> None:
+    """Against float64 at 262,144 positions and one fewer, with pages of 128 tokens."""
+    case = Decode([262_144, 262_143], 16, 1, 64, 128, torch.bfloat16, "cuda")
+    case.check(case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_device_stores_keys_and_values_where_they_were_told(dtype: torch.dtype) -> None:
+    """Against a loop over rows; what is not written stays."""
+    for rows, kv_heads, head_dim in ((0, 1, 4), (1, 2, 256), (33, 3, 96), (129, 8, 128)):
+        store_and_check(dtype, rows, kv_heads, head_dim, "cuda")
+
+
+@pytest.mark.gpu
+def test_a_captured_decode_step_replays_with_other_lengths() -> None:
+    """Against the same launches outside the graph."""
+    case = Decode([700, 3, 64, 1500], 24, 2, 256, 16, torch.bfloat16, "cuda")
+    q, lengths = case.on_device
+    k, v = torch.randn(2, 4, 2, 256, device="cuda").to(torch.bfloat16)
+    places = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
+    stored = torch.stack(case.pages).nan_to_num(0.5)
+
+    def step() -> torch.Tensor:
+        store_kv(k, v, stored[0], stored[1], places[0], places[1])
+        return decode_attention(q, stored[0], stored[1], case.table, lengths, case.scale)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for shorter in (0, 1, 130):
+        lengths.copy_(torch.tensor(case.lengths) - shorter).clamp_(min=0)
+        places.copy_(torch.stack((case.table[:, 0].long(), torch.arange(4, device="cuda"))))
+        k.normal_()
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, step())
+
+
+@pytest.mark.gpu
+def test_what_the_device_does_not_take_is_refused() -> None:
+    """Against the docstrings."""
+    pages, table = torch.zeros(2, 4, 1, 8, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+    for q, refused in (
+        (torch.zeros(3, 33, 8, device="cuda"), pages),
+        (torch.zeros(3, 1, 257, device="cuda"), torch.zeros(2, 4, 1, 257, device="cuda")),
+        (torch.zeros(3, 1, 8, device="cuda", dtype=torch.bfloat16), pages),
+        (torch.zeros(3, 2, 8, device="cuda"), torch.zeros(2, 2, 4, 8, device="cuda").transpose(1, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"more than|one type|contiguous"):
+            attention(q, refused, refused, table, 0, 1.0)
