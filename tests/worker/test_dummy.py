@@ -137,7 +137,7 @@ def test_what_hears_of_the_bytes_can_end_it() -> None:
 
 
 def test_popularity_follows_measured_times() -> None:
-    """Against the reported ratios, within 0.04: an expert of popularity p is among those of T tokens with 1 - (1 - p)^T."""
+    """Against the reported ratios, within 0.04: T tokens want an expert of popularity p with 1 - (1 - p)^T."""
     shares = popularity(FLASH_NEXT)
     for tokens, share in TTFT_SHARES.items():
         assert abs(float((1 - (1 - shares) ** tokens).mean()) - share) < 0.04
@@ -155,7 +155,7 @@ def test_popularities_are_probabilities_that_add_up_to_k(experts: int, k: int) -
 
 @pytest.mark.parametrize("tokens", [87, 230, 718])
 def test_the_routers_follow_it_in_the_real_stack(engine: Engine, tokens: int) -> None:
-    """Distinct experts of random prompts, mean of the layers: against the popularity's own curve and the reported one."""
+    """Distinct experts of random prompts, mean of the layers: against the popularity's curve and the reported one."""
     engine.step("streamed", prompt(tokens, SIZES.vocab_size))
     share = sum(len(torch.unique(experts)) for experts in engine.experts.routed) / (512 * SIZES.layers)
     assert abs(share - float((1 - (1 - popularity(FLASH_NEXT)) ** tokens).mean())) < 0.04
