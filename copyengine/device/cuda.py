@@ -169,8 +169,8 @@ class CudaCopyDevice:
         bus_id = self._driver.bus_id(device)
         with self._lock:
             if bus_id not in self._links:
+                self._entered.link = None  # the next line enters the new one, whether it succeeds or not
                 self._links[bus_id] = _Link(Gpu(self._driver, device))
-                self._entered.link = None  # it has entered the new one
             return self._links[bus_id]
 
     def _enter(self, link: _Link) -> None:

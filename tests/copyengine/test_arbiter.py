@@ -132,6 +132,13 @@ def test_links_do_not_wait_for_each_other_and_demand_goes_first_among_them() -> 
     assert arbiter.next() is None and (arbiter.in_flight("a"), arbiter.in_flight("b")) == (1, 1)
 
 
+def test_demand_on_one_link_goes_before_older_streams_on_another() -> None:
+    arbiter = Arbiter(1)
+    arbiter.submit("a", "left", query("stream", (1, 2)))
+    arbiter.submit("b", "right", query("demand", (7,)))
+    assert [piece.link for _ in range(2) if (piece := arbiter.next())] == ["right", "left"]
+
+
 def test_prefetch_only_when_nothing_else_is_due() -> None:
     copier = FakeCopier(depth=1)
     copier.submit("w", query("prefetch", (9,)))

@@ -485,6 +485,47 @@ def test_a_copy_that_never_ends_holds_up_a_detach_for_a_while_only(
     until(lambda: worker.flag(0) == FAILED)
 
 
+def test_a_demand_query_is_issued_before_the_next_record_is_read(
+    copier: Copier, device: Device, worker: Worker
+) -> None:
+    """Two lie in the ring: when the first is copied the second is still there, when the second is, none."""
+    pending: list[bool] = []
+    copy = device.copy
+
+    def look(*arguments: Any) -> None:
+        pending.append(worker.attachment.reader.pending())
+        copy(*arguments)
+
+    device.copy = look  # type: ignore[method-assign]
+    worker.put(0, "stream", (4,))
+    worker.put(1, "demand", (1,))
+    worker.put(2, "demand", (2,))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: all(worker.flag(i) == LANDED for i in range(3)))
+    assert device.order == [1, 2, 4] and pending == [True, False, False]
+
+
+def test_a_flag_that_waits_behind_another_workers_copies_is_waited_for_by_a_detach(
+    streams: Streams, worker: Worker
+) -> None:
+    """Two records of one worker are in flight on the stream on which the other one's flag says that it failed."""
+    device, copier = streams
+    other = Worker("other")
+    copier.attach(other.attachment).result(10)
+    ring(copier, other, 0, "stream", (0, 1))
+    until(lambda: marked(device, "background", 2))
+    flags = worker.flags.array.view(np.uint32)
+    ring(copier, worker, 0, "stream", (3,))
+    detached = copier.detach("w")
+    time.sleep(0.02)
+    assert not detached.done() and flags[0] == 0
+    for _ in range(2):
+        device.complete("background")
+    detached.result(10)
+    assert flags[0] == FAILED and other.flag(0) == LANDED
+    copier.detach("other").result(10)
+
+
 def test_stop_does_not_wait_for_a_stuck_copy(
     copier: Copier, device: Device, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

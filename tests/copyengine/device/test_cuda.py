@@ -256,6 +256,20 @@ def test_a_gpu_that_cannot_be_taken_into_use_is_given_back(call: str) -> None:
     assert not +cuda.live
 
 
+def test_a_gpu_that_fails_at_the_first_use_leaves_the_thread_with_the_other(rig: Rig) -> None:
+    """Its context had been entered already: what comes next must not happen there."""
+    pools = [worker.allocate(8) for worker in rig.workers]
+    first = rig.device.open(pools[0].handle)
+    rig.cuda.fails["cuStreamCreateWithPriority"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(CudaError):
+        rig.device.open(pools[1].handle)
+    rig.device.write_flag("demand", first, 0, LANDED)
+    assert rig.cuda.thread.gpu == 0 and rig.cuda.live["context 1"] == 0
+    first.close()
+    for pool in pools:
+        pool.close()
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuMemcpyBatchAsync"])
 def test_a_copy_that_is_refused_fails_alone_and_a_broken_gpu_ends_all(rig: Rig, call: str) -> None:
     bank = rig.device.allocate_bank("run", "bank", BATCH_RUN_NBYTES)
