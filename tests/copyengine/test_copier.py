@@ -486,7 +486,7 @@ def test_a_copy_that_never_ends_holds_up_a_detach_for_a_while_only(
 
 
 def test_a_demand_query_is_issued_before_the_next_record_is_read(
-    copier: Copier, device: Device, worker: Worker
+    copier: Copier, device: Device, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two lie in the ring: when the first is copied the second is still there, when the second is, none."""
     pending: list[bool] = []
@@ -496,7 +496,7 @@ def test_a_demand_query_is_issued_before_the_next_record_is_read(
         pending.append(worker.attachment.reader.pending())
         copy(*arguments)
 
-    device.copy = look  # type: ignore[method-assign]
+    monkeypatch.setattr(device, "copy", look)
     worker.put(0, "stream", (4,))
     worker.put(1, "demand", (1,))
     worker.put(2, "demand", (2,))
