@@ -8,20 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copyengine.budget import (
-    ATTENTION_ROWS,
+    GPU_RESERVE_NBYTES,
+    HOST_RESERVE_NBYTES,
     Wanted,
-    context_nbytes,
     dense_memory_nbytes,
     kv_token_nbytes,
     least_slots,
     plan,
-    workspace_nbytes,
+    plan_banks,
+    plan_gpu,
 )
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
 from copyengine.model_spec import ModelSpec
+from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
-from kernels.attention.ref import QUERY_BLOCK
 from kernels.formats import layout
 
 GB = 10**9
@@ -123,28 +124,82 @@ def test_too_little_memory_names_both_numbers_and_the_flag() -> None:
         plan(spec, "float32", record_of(spec, "float32"), 50 * 10**6, Wanted())
 
 
-def test_attention_over_the_whole_context() -> None:
-    """By hand, for 2 heads and 1 KV head of 4: k and v of 3 heads, 512 rows of mask as bool and bfloat16."""
-    spec = spec_of(8, 2, msgspec.structs.replace(TINY, max_position=1000))
-    per_position = 2 * 3 * 4 * 2 + 512 * 3
-    for kv_tokens, context in ((16, 16), (999, 999), (1000, 1000), (5000, 1000)):
-        assert context_nbytes(spec, "bfloat16", Wanted(), kv_tokens) == context * per_position
-    assert context_nbytes(spec, "bfloat16", Wanted(max_step_tokens=1), 16) == 16 * (2 * 3 * 4 * 2 + 3)
-    step = Wanted(max_step_tokens=1)
-    more = workspace_nbytes(spec, "bfloat16", step, 1000) - workspace_nbytes(spec, "bfloat16", step, 0)
-    assert more == context_nbytes(spec, "bfloat16", step, 1000)
+NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
 
 
-def test_every_running_sequence_has_a_row_of_logits() -> None:
-    """Against V float32 values a row; the step itself is as large either way."""
-    spec = spec_of(8, 2)
-    one, many = (workspace_nbytes(spec, "bfloat16", Wanted(max_running=n), 16) for n in (1, 65))
-    assert many - one == 64 * 4 * 10
+def flash_next(**changes: object) -> ModelSpec:
+    """Qwen3.8-Flash-Next's geometry as a Qwen3-MoE, with NVFP4 experts."""
+    sizes = Sizes(
+        layers=48, hidden=2560, intermediate=640, experts=512, experts_per_token=10, heads=24, kv_heads=2, head_dim=256,
+        vocab_size=248320, max_position=262144,
+    )  # fmt: skip
+    return parse_spec(model_config(sizes) | NVFP4 | changes)
 
 
-def test_the_rows_of_attention_are_those_of_the_kernel() -> None:
-    """Against the kernel's own constant, which this module must not import: it brings torch."""
-    assert ATTENTION_ROWS == QUERY_BLOCK
+def test_flash_next_on_a_gpu_of_16_gb() -> None:
+    """By hand, from the geometry: 24,576 experts of 2,765,056 bytes in host memory; the GPU takes what fits of them."""
+    spec, free = flash_next(), 16_000_000_000
+    record = record_layout(spec, "bfloat16")
+    assert record is not None
+    budget = plan_gpu(spec, "bfloat16", record.record_nbytes, free, Wanted(max_running=16))
+    assert budget.bank_nbytes == plan_banks(spec, record.record_nbytes, 128 * GB, 1) == 24_576 * 2_765_056
+    # embed + head, final norm, and per layer: norms, router, q + o, k + v, q/k norms
+    layer = 2 * 2560 + 512 * 2560 + 2 * 6144 * 2560 + 2 * 512 * 2560 + 2 * 256
+    assert budget.dense_nbytes == 2 * (2 * 248_320 * 2560 + 2560 + 48 * layer)
+    assert budget.kv_nbytes == budget.kv_tokens * 48 * 2 * 2 * 256 * 2
+    assert (budget.query_experts, budget.stream_groups, budget.stream_slots) == (64, 8, 512)
+    # 4,096 rows, twice: 4 x H, router's logits as both types, 10 routes of H + I; 16 rows of logits
+    step = 2 * 4096 * (2 * 4 * 2560 + 6 * 512 + 2 * 10 * 3200) + 16 * 248_320 * 18
+    assert budget.workspace_nbytes == step
+    assert budget.slots >= 1000 and budget.kv_tokens >= 8192
+    assert free - record.record_nbytes < budget.total_nbytes <= free
+
+
+@pytest.mark.parametrize("slots", [0, 2100, 24_576, 30_000])
+def test_what_launch_planned_fits_the_worker_that_is_told_it(slots: int) -> None:
+    """Round trip: the sizes that come out, asked for by name, give the same budget, at the same free memory or more."""
+    spec, wanted, record = flash_next(), Wanted(slots=slots, max_running=4), 2_765_056
+    budget = plan_gpu(spec, "bfloat16", record, 140 * GB, wanted)
+    assert budget.slots == min(slots or 24_576, 24_576) and len(budget.notes) == (slots > 24_576)
+    again = msgspec.structs.replace(wanted, slots=budget.slots, kv_tokens=budget.kv_tokens)
+    for free in (budget.total_nbytes, 140 * GB):
+        told = plan_gpu(spec, "bfloat16", record, free, again)
+        assert msgspec.structs.replace(told, notes=budget.notes) == budget
+    with pytest.raises(ConfigError, match="lower --"):
+        plan_gpu(spec, "bfloat16", record, budget.total_nbytes - 1, again)
+    started = plan_gpu(spec, "bfloat16", record, budget.total_nbytes - GPU_RESERVE_NBYTES, again, reserve_nbytes=0)
+    assert (started.slots, started.kv_tokens, started.reserve_nbytes) == (budget.slots, budget.kv_tokens, 0)
+
+
+def test_too_little_gpu_memory_names_the_gpu_both_numbers_and_the_flag() -> None:
+    spec, record = flash_next(), 2_765_056
+    for wanted, free, words in (
+        (Wanted(), 4 * GB, r"memory of cuda:3 X: .* needed .*to stay free.*, 4,000 MB available; the weights alone"),
+        (Wanted(slots=5000), 16 * GB, r"slot pool \(5000 \+ 512\).*16,000 MB available; lower --slots \(now 5000\)"),
+        (Wanted(kv_tokens=200_000), 16 * GB, r"lower --kv-tokens \(now 200000\)"),
+        (Wanted(max_step_tokens=65536, kv_tokens=16), 16 * GB, r"lower --chunked-prefill-size"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            plan_gpu(spec, "bfloat16", record, free, wanted, name="cuda:3 X")
+        assert "banks" not in str(caught.value)
+
+
+def test_banks_leave_host_memory_for_the_processes() -> None:
+    """Against the sum by hand, a byte under and over, for one worker and for eight."""
+    spec = flash_next(num_hidden_layers=2)
+    banks = 2 * 512 * 2_765_056
+    for workers in (1, 8):
+        needed = banks + (1 + workers) * HOST_RESERVE_NBYTES
+        assert plan_banks(spec, 2_765_056, needed, workers) == banks
+        with pytest.raises(ConfigError, match=r"host memory: (7|22),\d+ MB needed .*banks 2,832 MB, .*free 1 MB$"):
+            plan_banks(spec, 2_765_056, needed - 1, workers)
+    assert plan_banks(spec_of(0, 1), 0, 0, 1) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_quantised_experts_are_bfloat16_on_a_gpu(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"--dtype {dtype}: nvfp4 .*--dtype bfloat16"):
+        plan_gpu(flash_next(), dtype, 2_765_056, 140 * GB, Wanted())
 
 
 @given(
@@ -192,3 +247,33 @@ def test_the_rules_hold_for_every_budget(
         assert budget.slots <= max(math.ceil(experts / 2), least_slots(spec, demand))
     else:
         assert budget.slots == budget.stream_slots == 0
+
+
+@given(
+    experts=st.integers(0, 600),
+    per_token=st.integers(1, 600),
+    free=st.integers(0, 20_000_000),
+    slots=st.just(0) | st.integers(1, 2000),
+    kv_tokens=st.just(0) | st.integers(1, 100_000),
+    demand=st.booleans(),
+    reserve=st.integers(0, 1_000_000),
+)
+def test_the_rules_hold_for_every_budget_of_a_gpu(
+    experts: int, per_token: int, free: int, slots: int, kv_tokens: int, demand: bool, reserve: int
+) -> None:
+    if experts and per_token > experts:
+        return
+    spec = spec_of(experts, per_token)
+    record = record_of(spec)
+    try:
+        budget = plan_gpu(spec, "bfloat16", record, free, Wanted(slots, kv_tokens, demand, 64), reserve)
+    except ConfigError as error:
+        assert "--" in str(error) and any(c.isdigit() for c in str(error))
+        return
+    parts = (budget.pool_nbytes, budget.kv_nbytes, budget.dense_nbytes, budget.workspace_nbytes, reserve)
+    assert sum(parts) == budget.total_nbytes <= free
+    assert budget.bank_nbytes == 2 * experts * record
+    assert budget.pool_nbytes == (budget.slots + budget.stream_slots) * record
+    assert least_slots(spec, demand) <= budget.slots <= 2 * experts
+    if experts and not slots:
+        assert budget.slots == 2 * experts or free - budget.total_nbytes < record

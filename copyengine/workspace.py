@@ -1,0 +1,72 @@
+"""How much memory the largest step takes for a while, estimated: pure, no I/O. Other sizes are copyengine.budget's."""
+
+from copyengine.model_spec import LayerSpec, ModelSpec, MoeSpec
+from kernels.formats import ITEMSIZE
+
+ATTENTION_ROWS = 512
+"""Rows of a sequence that attention takes at once on the host: QUERY_BLOCK of kernels/attention/ref.py."""
+
+GPU_SLACK = 2
+"""What torch's allocator may hold on a GPU, as a multiple of what one layer needs."""
+
+
+def host_step_nbytes(spec: ModelSpec, tokens: int, max_running: int) -> int:
+    """Of a step of T = `tokens` on the host, or of one that decodes `max_running` sequences, without the context.
+
+    The activations of one layer, taken as float32; logits of every running sequence, and what drawing from one row of
+    them takes, in float64.
+    """
+    row = max(_host_row(layer, spec.hidden) for layer in spec.layers)
+    return 4 * tokens * row + spec.vocab_size * (4 * max_running + 6 * 8)
+
+
+def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> int:
+    """Bytes that attention takes on the host for the context of one sequence of all positions that the pages can hold.
+
+    Keys and values are gathered from their pages, then repeated for each head; the mask of ATTENTION_ROWS rows is held
+    as bool and as `dtype`. Scores [heads, T, context] are not held. Measured at T = 512, 16 heads and 4 KV heads of 64,
+    16,384 positions: peak 185 MB of float32 and 101 of bfloat16, where this says 210 and 109 (torch 2.13, 2-core AMD
+    EPYC, 2026-11).
+    """
+    context = min(spec.max_position, kv_tokens)
+    mask = min(tokens, ATTENTION_ROWS) * (1 + ITEMSIZE[dtype])
+    heads = max(2 * (a.heads + a.kv_heads) * a.head_dim for a in (layer.attention for layer in spec.layers))
+    return context * (heads * ITEMSIZE[dtype] + mask)
+
+
+def gpu_step_nbytes(spec: ModelSpec, dtype: str, tokens: int, max_running: int) -> int:
+    """Of a step of T = `tokens` on a GPU, whose attention reads its pages where they are.
+
+    The activations of one layer, GPU_SLACK times; logits of every running sequence as they are computed, as float32
+    and once more in order, with their indices.
+    """
+    row = max(_gpu_row_nbytes(layer, spec.hidden, ITEMSIZE[dtype]) for layer in spec.layers)
+    logits = spec.vocab_size * max_running * (ITEMSIZE[dtype] + 4 + 4 + 8)
+    return GPU_SLACK * tokens * row + logits
+
+
+def _host_row(layer: LayerSpec, hidden: int) -> int:
+    """Elements per token that are alive in one layer at most."""
+    attention = (2 * layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim
+    match layer.ffn:
+        case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate):
+            ffn = experts + k * (2 * hidden + 3 * intermediate)
+        case dense:
+            ffn = 3 * dense.intermediate
+    return 4 * hidden + max(attention, ffn)
+
+
+def _gpu_row_nbytes(layer: LayerSpec, hidden: int, itemsize: int) -> int:
+    """Bytes per token that are alive in one layer at most.
+
+    The residual, its norm (in a second order for NVFP4) and the layer's output; attention's product, rotated q and k
+    and output, or the logits of the router (also as float32) and each route's two intermediate rows.
+    """
+    a = layer.attention
+    attention = itemsize * (3 * a.heads + 3 * a.kv_heads) * a.head_dim
+    match layer.ffn:
+        case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate):
+            ffn = (itemsize + 4) * experts + itemsize * k * (hidden + intermediate)
+        case dense:
+            ffn = itemsize * 3 * dense.intermediate
+    return itemsize * 4 * hidden + max(attention, ffn)

@@ -1,0 +1,50 @@
+"""The largest step's memory: against sums by hand, and against the kernel whose rows it counts."""
+
+import msgspec
+
+from copyengine.checkpoint.random_model import Sizes, model_config
+from copyengine.families import parse_spec
+from copyengine.model_spec import ModelSpec
+from copyengine.workspace import ATTENTION_ROWS, GPU_SLACK, context_nbytes, gpu_step_nbytes, host_step_nbytes
+from kernels.attention.ref import QUERY_BLOCK
+
+TINY = Sizes(
+    layers=2, hidden=8, intermediate=4, experts=8, experts_per_token=2, heads=2, kv_heads=1, head_dim=4, vocab_size=10
+)
+
+
+def spec_of(sizes: Sizes = TINY) -> ModelSpec:
+    return parse_spec(model_config(sizes))
+
+
+def test_attention_over_the_whole_context() -> None:
+    """By hand, for 2 heads and 1 KV head of 4: k and v of 3 heads, 512 rows of mask as bool and bfloat16."""
+    spec = spec_of(msgspec.structs.replace(TINY, max_position=1000))
+    per_position = 2 * 3 * 4 * 2 + 512 * 3
+    for kv_tokens, context in ((16, 16), (999, 999), (1000, 1000), (5000, 1000)):
+        assert context_nbytes(spec, "bfloat16", 4096, kv_tokens) == context * per_position
+    assert context_nbytes(spec, "bfloat16", 1, 16) == 16 * (2 * 3 * 4 * 2 + 3)
+
+
+def test_a_step_on_the_host() -> None:
+    """By hand: 4 x 8 and 8 + 2 x (16 + 12) elements a row, 10 logits of 16 sequences and six float64 of one."""
+    assert host_step_nbytes(spec_of(), 3, 16) == 4 * 3 * (32 + 8 + 2 * 28) + 10 * (4 * 16 + 48)
+
+
+def test_a_step_on_a_gpu() -> None:
+    """By hand, in bfloat16: 4 x 8 and 2 x 12 elements, 8 logits twice; or attention's, in a model with more heads."""
+    assert gpu_step_nbytes(spec_of(), "bfloat16", 3, 0) == GPU_SLACK * 3 * (2 * 32 + 6 * 8 + 2 * 24)
+    wide = spec_of(msgspec.structs.replace(TINY, heads=16))
+    assert gpu_step_nbytes(wide, "bfloat16", 1, 0) == GPU_SLACK * (2 * 32 + 2 * (3 * 16 + 3) * 4)
+    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) == 5 * 10 * (4 + 4 + 4 + 8)
+
+
+def test_every_running_sequence_has_a_row_of_logits() -> None:
+    """Against V float32 values a row; the step itself is as large either way."""
+    one, many = (host_step_nbytes(spec_of(), 4096, n) for n in (1, 65))
+    assert many - one == 64 * 4 * 10
+
+
+def test_the_rows_of_attention_are_those_of_the_kernel() -> None:
+    """Against the kernel's own constant, which this module must not import: it brings torch."""
+    assert ATTENTION_ROWS == QUERY_BLOCK
