@@ -27,13 +27,14 @@ from kernels.admit.device import (
     most_queries,
     new_device_admission,
 )
-from kernels.admit.state import ABSENT, AdmissionState, Cut, new_state
+from kernels.admit.state import ABSENT, FREE, AdmissionState, Cut, new_state
 from kernels.admit.stream import DeviceStream, check_part, new_device_stream
 
 __all__ = [
     "ABSENT",
     "ERROR",
     "FAILED",
+    "FREE",
     "AdmissionState",
     "Cut",
     "DeviceAdmission",

@@ -53,6 +53,7 @@ SCALARS = [
     "num_spans",
     "num_flags",
     "first_flag",
+    "count",
 ]
 
 
@@ -234,8 +235,8 @@ def admit_kernel(
     num_spans,
     num_flags,
     first_flag,
+    count,
     FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -257,26 +258,23 @@ def admit_kernel(
     # This launch admits queries index..end - 1: all that the layer has, or of an over-full layer one.
     if FIRST:
         routed = in_row & (tl.load(offsets + e + 1, in_row, 0) > tl.load(offsets + e, in_row, 0))
-        if COUNT:
-            times = tl.load(routing + layer * experts + e, routed, 0)
-            tl.store(routing + layer * experts + e, times + 1, routed)
+        counted = routed & (count != 0)
+        times = tl.load(routing + layer * experts + e, counted, 0)
+        tl.store(routing + layer * experts + e, times + 1, counted)
         note_failures(flags, control, num_flags, BLOCK_F)
-        counts = tl.sum(routed.to(tl.int32) + ((routed & (slot < 0)).to(tl.int32) << 16))
-        distinct = counts & 0xFFFF
+        distinct = tl.sum(routed.to(tl.int32))
         query, queries = cut_layer(
             routed, slot, distinct, query_of, spans, control, experts, slots, max_query, num_spans, BLOCK_E, BLOCK_Q
         )
         end = tl.where(distinct <= slots, queries, 1)
         member = (query >= 0) & (query < end)
-        if distinct > slots:
-            counts = tl.sum(member.to(tl.int32) + ((member & (slot < 0)).to(tl.int32) << 16))
     else:
         note_failures(flags, control, num_flags, BLOCK_F)
         query = tl.load(query_of + e, in_row, -1)
         queries = tl.load(control + QUERIES)
         end = tl.where(tl.load(control + AT_ONCE) != 0, 0, tl.minimum(index + 1, queries))
         member = (query >= index) & (query < end)
-        counts = tl.sum(member.to(tl.int32) + ((member & (slot < 0)).to(tl.int32) << 16))
+    counts = tl.sum(member.to(tl.int32) + ((member & (slot < 0)).to(tl.int32) << 16))
     misses = counts >> 16
     hit = member & (slot >= 0)
     miss = member & (slot < 0)
@@ -302,9 +300,7 @@ def admit_kernel(
         number = index
         start = 0
         while number < end:
-            n = misses
-            if end - index > 1:
-                n = tl.sum((miss & (query == number)).to(tl.int32))
+            n = tl.sum((miss & (query == number)).to(tl.int32))  # not under a condition: Triton 3.6 then loses a 0
             if n == 0:
                 tl.store(flags + number, LANDED)
             else:
@@ -381,7 +377,7 @@ def admit_layer(
         device.spans.shape[0],
         num_flags,
         device.first_flag,
+        int(count_routing),
         FIRST=index == 0,
-        COUNT=count_routing,
         **launch_options(state.experts, state.slots, device.max_query, num_flags),
     )

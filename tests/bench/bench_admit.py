@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from kernels import admit
 from kernels.admit.state import AdmissionState
 from tests.bench.report import gpu_conditions, table
+from tests.kernels import admitted_rows, stream_histories
 from tests.kernels.admit_histories import (
     LARGE,
     SMALL,
@@ -50,7 +52,9 @@ def main() -> None:
     rows = [row for slots in SLOTS for max_query in (128, 32) for row in timings(slots, max_query)]
     floor = summary(measure(lambda: None, lambda: None))
     head = ("slots", "query", "distinct", "missing", "queries", "eager, µs: median (min-max)", "graph, µs")
-    lines += ["", table(head, rows), "", f"Two events with nothing in between: {floor} µs."]
+    lines += ["", table(head, rows), "", f"Two events with nothing in between: {floor} µs.", ""]
+    parts = [row for group_slots in (64, 128) for row in part_timings(group_slots)]
+    lines += ["A part of a streamed layer:", "", table(("part", "missing", *head[-2:]), parts), ""]
     lines += [f"The whole run: {time.monotonic() - start:.0f} s."]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n", "utf-8")
@@ -74,6 +78,9 @@ def check(histories: int) -> list[str]:
         ("16 queries through a ring of 2, a thread reading", lambda: reader_in_a_thread("cuda")),
         ("a ring that stays full", lambda: ring_stays_full("cuda")),
         ("ages beyond 2^31", lambda: saturated_ages("cuda")),
+        ("streamed layers, 300 random histories, small pools", lambda: stream_histories.run(3, 300, "cuda")),
+        ("and 12 on large pools", lambda: stream_histories.run(4, 12, "cuda", stream_histories.LARGE)),
+        ("every routed row computed once, 40 pools", lambda: admitted_rows.run(5, 40, "cuda")),
         ("50 replays of a captured launch", lambda: graph_replays(50)),
     ]
     lines = []
@@ -99,24 +106,45 @@ def timings(slots: int, max_query: int) -> list[tuple[str, ...]]:
             before = admit.new_state(LAYERS, EXPERTS, slots, "cuda")
             copy(pair.state, before)
             pair.step(0, experts)  # equal to the reference here too
-            eager, graph = time_both(pair, before, offsets_of(experts, EXPERTS).cuda())
+            offsets = offsets_of(experts, EXPERTS).cuda()
+            eager, graph = time_both(
+                pair,
+                partial(admit.admit_layer, pair.state, pair.device, 0, offsets),
+                partial(copy, before, pair.state),
+            )
+            pair.expected_stats = pair.device.stats.tolist()
             queries = -(-distinct // max_query)
             rows.append((f"{slots:,}", str(max_query), str(distinct), str(missing), str(queries), eager, graph))
             print(" ".join(rows[-1]), flush=True)
     return rows
 
 
-def time_both(pair: Pair, before: AdmissionState, offsets: torch.Tensor) -> tuple[str, str]:
-    """One launch from the tables `before`: eager, and as a graph."""
+def part_timings(group_slots: int) -> list[tuple[str, ...]]:
+    """Rows of the table of parts: the first of a layer, of which some experts are resident."""
+    rows: list[tuple[str, ...]] = []
+    pair = Pair(Size(LAYERS, EXPERTS, SLOTS[0], 128, 64), "cuda")
+    flags = torch.ones(4, dtype=torch.int32, device="cuda")
+    stream = admit.new_device_stream(pair.state, pair.device, flags, 1000, SLOTS[0], group_slots, len(flags))
+    for share in MISSING:
+        missing = round(share * group_slots)
+        fill(pair.reference, list(range(missing, group_slots)), random.Random(missing))
+        copy(pair.reference, pair.state)
+        request = partial(admit.request_part, pair.state, pair.device, stream, 0, 0, 0)
+        rows.append((str(group_slots), str(missing), *time_both(pair, request, lambda: None)))
+        assert int(stream.stats[1]) % max(1, missing) == 0 and bool(stream.stats[1]) == bool(missing)
+        stream.stats.zero_()
+        print(" ".join(rows[-1]), flush=True)
+    return rows
 
-    def launch() -> None:
-        admit.admit_layer(pair.state, pair.device, 0, offsets)
+
+def time_both(pair: Pair, launch: Callable[[], None], put_back: Callable[[], None]) -> tuple[str, str]:
+    """One launch, eager and as a graph, from tables that are put back and a ring that is empty."""
 
     def restore() -> None:
         torch.cuda.synchronize()
         while pair.reader.poll() is not None:
             pass
-        copy(before, pair.state)
+        put_back()
 
     eager = measure(launch, restore)
     restore()
@@ -124,9 +152,8 @@ def time_both(pair: Pair, before: AdmissionState, offsets: torch.Tensor) -> tupl
     with torch.cuda.graph(graph):
         launch()
     replayed = measure(graph.replay, restore)
-    assert pair.device.control[2].item() == 0
+    assert pair.device.control[admit.ERROR].item() == 0
     restore()
-    pair.expected_stats = pair.device.stats.tolist()
     return summary(eager), summary(replayed)
 
 

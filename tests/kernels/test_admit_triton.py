@@ -60,7 +60,7 @@ def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
 
     from kernels.admit import tri
 
-    options = dict(tri.launch_options(experts, slots, 128, flags=experts + 3)) | {"FIRST": first, "COUNT": first}
+    options = dict(tri.launch_options(experts, slots, 128, flags=experts + 3)) | {"FIRST": first}
     warps = options.pop("num_warps")
     kinds = {name: "i32" if name in tri.SCALARS else "*i32" for name in tri.admit_kernel.arg_names}
     kinds |= POINTERS | dict.fromkeys(options, "constexpr")
