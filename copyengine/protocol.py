@@ -17,8 +17,8 @@ MAX_QUERY = 128
 class MemoryHandle(Struct, frozen=True, tag=True):
     """Memory that another process, or another part of this one, may map.
 
-    By `kind`, `name` is: `shm`, a shared memory segment; `cuda_ipc`, the hexadecimal digits of a CUDA IPC memory handle;
-    `cuda_local`, those of a device address, valid in the process that sent it alone.
+    By `kind`, `name` is: `shm`, a shared memory segment; `cuda_ipc`, the hexadecimal digits of a CUDA IPC memory
+    handle; `cuda_local`, those of a device address, valid in the process that sent it alone.
     """
 
     kind: Literal["shm", "cuda_ipc", "cuda_local"]
@@ -105,7 +105,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class CopyCounters(Struct, frozen=True):
-    """Counters since the start, for one kind of query: records and bytes that were copied, not those that failed."""
+    """Counters since the start, for one kind of query: records and bytes whose copies were started, not those that failed."""
 
     queries: int = 0
     records: int = 0

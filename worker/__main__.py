@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import zmq.asyncio
 
+from copyengine.device.cuda_driver import CudaError, load_driver
 from copyengine.device.host import end_now, reclaim_stale
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError, PeerDied
@@ -32,8 +33,7 @@ async def serve(config: WorkerConfig) -> int:
 
     The exit code: 1 if it ends because it can run no steps any more.
     """
-    if config.device == "cuda":
-        raise ConfigError("--device cuda: the CUDA data plane is not in this version; use --device cpu or auto")
+    device = device_name(config)
     run_id = config.run_id or secrets.token_hex(4)
     context = zmq.asyncio.Context()
     link = CopyEngineLink(context, config, run_id)
@@ -45,8 +45,8 @@ async def serve(config: WorkerConfig) -> int:
         announce(Listening(endpoint))
         reclaim_stale()
         await server.compute.run(lambda: bring_torch(config.threads))
-        facts = {"endpoint": endpoint, "name": config.name, "copy_engine": link.kind}
-        announce(Ready({**facts, "device": "cpu", "event_loop": resolve(config.event_loop)}))
+        facts = {"endpoint": endpoint, "name": config.name, "copy_engine": link.kind, "device": device}
+        announce(Ready({**facts, "event_loop": resolve(config.event_loop)}))
         await server.serve()
     except PeerDied as error:
         log.error("%s", error)
@@ -60,6 +60,22 @@ async def serve(config: WorkerConfig) -> int:
             end_now(code)
         context.term()
     return code
+
+
+def device_name(config: WorkerConfig) -> str:
+    """The device that the settings name, for people. ConfigError if the GPU is not there."""
+    if config.device == "cpu":
+        if config.ordinal:
+            raise ConfigError(f"--ordinal {config.ordinal}: is only for --device cuda")
+        return "cpu"
+    try:
+        driver = load_driver()
+        count = driver.device_count()
+        if config.ordinal >= count:
+            raise ConfigError(f"this machine has {count} GPUs, numbered from 0")
+        return f"cuda:{config.ordinal} {driver.name(driver.device(config.ordinal))}"
+    except (ConfigError, CudaError) as error:
+        raise ConfigError(f"--device cuda --ordinal {config.ordinal}: {error}") from None
 
 
 def bring_torch(threads: int) -> None:

@@ -13,6 +13,7 @@ from kernels.formats import RecordLayout
 from worker.config import WorkerConfig
 from worker.geometry import SlotGeometry
 from worker.host_experts import HostExperts
+from worker.kv import KvCache
 from worker.model.moe import Experts
 from worker.model.stack import Decoder
 from worker.protocol import ExpertStats, Mode
@@ -78,6 +79,12 @@ class Backend(Protocol):
         """Decode steps of up to `max_running` sequences as graphs; None where there are none."""
         ...
 
+    def rehearse(
+        self, model: Decoder, kv: KvCache, slots: Slots | None, table_pages: int, largest_step: int, max_running: int
+    ) -> None:
+        """Load every kernel that a step may need, before the pool is served."""
+        ...
+
     def close(self) -> None:
         """Give back what is held beside the slots."""
         ...
@@ -111,6 +118,11 @@ class HostBackend:
 
     def graphs(self, model: Decoder, max_running: int) -> None:
         """See Backend."""
+
+    def rehearse(
+        self, model: Decoder, kv: KvCache, slots: Slots | None, table_pages: int, largest_step: int, max_running: int
+    ) -> None:
+        """See Backend: there are none."""
 
     def close(self) -> None:
         """See Backend."""

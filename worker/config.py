@@ -19,7 +19,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     copy_engine: Annotated[
         str, Meta(description="endpoint of the copy engine; empty runs it as a thread of this process")
     ] = ""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
+    device: Annotated[Literal["cpu", "cuda"], Meta(description="where the model runs")] = "cpu"
+    ordinal: Annotated[int, Meta(ge=0, description="GPU that the model runs on, with --device cuda")] = 0
     threads: Annotated[
         int, Meta(ge=0, description="compute threads; 0 takes all cores but one, which is left to copies")
     ] = 0

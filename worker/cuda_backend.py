@@ -8,10 +8,13 @@ import torch
 from copyengine.device import OnBytes
 from copyengine.device.cuda_worker import CudaWorkerDevice
 from kernels.formats import RecordLayout
+from worker.backend import Slots
 from worker.decode_graphs import DecodeGraphs
 from worker.device_slots import DeviceMemory, DeviceSlots
 from worker.geometry import SlotGeometry
+from worker.kv import KvCache
 from worker.model.stack import Decoder
+from worker.rehearsal import rehearse
 
 
 class ComputeStream:
@@ -28,6 +31,10 @@ class ComputeStream:
         event = torch.cuda.Event()
         event.record()
         return event.query
+
+    def synchronize(self) -> None:
+        """See worker.device_slots.Stream."""
+        torch.cuda.current_stream().synchronize()
 
 
 class CudaBackend:
@@ -68,6 +75,13 @@ class CudaBackend:
     def graphs(self, model: Decoder, max_running: int) -> DecodeGraphs:
         """See worker.backend.Backend."""
         return DecodeGraphs(model, self.device, max_running)
+
+    def rehearse(
+        self, model: Decoder, kv: KvCache, slots: Slots | None, table_pages: int, largest_step: int, max_running: int
+    ) -> None:
+        """See worker.backend.Backend."""
+        assert slots is None or isinstance(slots, DeviceSlots)
+        rehearse(model, kv, slots, table_pages, largest_step, max_running)
 
     def close(self) -> None:
         """Give the device back."""

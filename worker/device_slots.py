@@ -14,7 +14,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -89,6 +90,10 @@ class Stream(Protocol):
 
     def mark(self) -> Callable[[], bool] | None:
         """Tells whether all that the stream was given so far is done; None while a graph is being captured."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all that the stream was given is done."""
         ...
 
 
@@ -208,10 +213,30 @@ class DeviceSlots:
             self._wake()
         self._mode = mode
         self._marks = []
+        self._begin(mode)
+
+    def _begin(self, mode: Mode) -> None:
         self._clock_before.copy_(self._state.clock)
         if mode == "streamed":
             for number in range(self.geometry.stream_groups):
                 self._request(number)
+
+    @contextmanager
+    def rehearsal(self, mode: Mode) -> Iterator[None]:
+        """A step inside it rings for nothing, waits for nothing and computes nothing true; it leaves no trace.
+
+        Only as long as nothing is resident.
+        """
+        self._admission.control[admit.ERROR] = 1
+        self._mode = mode
+        try:
+            self._begin(mode)
+            yield
+            self._stream.synchronize()
+        finally:
+            self._mode = None
+            self._marks.clear()
+            self._reset()
 
     def __call__(self, layer: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See worker.model.moe.Experts. Nothing in it waits for the device or takes a value from it."""
@@ -361,6 +386,17 @@ class DeviceSlots:
         self._admission.control[admit.FAILED] = 0
         self._flag_words.fill_(LANDED)
         self._resident = int((state.owner != admit.ABSENT).sum())
+
+    def _reset(self) -> None:
+        """As made: nothing resident, nothing counted, nothing failed."""
+        state, admission = self._state, self._admission
+        for table, empty in ((state.slot_of, admit.ABSENT), (state.owner, admit.ABSENT), (state.last_used, admit.FREE)):
+            table.fill_(empty)
+        for counters in (state.clock, admission.routing, admission.stats, self._streaming.stats):
+            counters.zero_()
+        for word in (admit.ERROR, admit.FAILED):
+            admission.control[word] = 0
+        self._flag_words.fill_(LANDED)
 
     def _raise_all(self) -> None:
         control = self._admission.control

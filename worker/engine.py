@@ -171,8 +171,10 @@ def build_runner(
     decoder = build_model(spec, weights, kv, pool.experts if pool else None)
     longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
     table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0
+    slots = pool.slots if pool else None
+    backend.rehearse(decoder, kv, slots, table_pages, load.max_step_tokens, load.max_running)
     graphs = backend.graphs(decoder, load.max_running)
-    return StepRunner(spec, decoder, kv, pool.slots if pool else None, table_pages, graphs), kv
+    return StepRunner(spec, decoder, kv, slots, table_pages, graphs), kv
 
 
 def facts_of(

@@ -4,7 +4,7 @@ import torch
 
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import arrange, block_rows, combine, grouped_gemm_slots
-from kernels.moe_align import blocks, moe_align
+from kernels.moe_align import align_in_blocks
 
 
 class LayerRows:
@@ -16,9 +16,9 @@ class LayerRows:
         """`x` [T, H], `weights` [T, K] float32, `experts` [T, K] int32 of E = `num_experts`."""
         tokens, k = weights.shape
         self.routes = tokens * k
-        alignment = moe_align(experts, num_experts)
+        rows = block_rows(tokens, k, num_experts, layout)
+        alignment, self._blocks = align_in_blocks(experts, num_experts, rows)
         self.offsets = alignment.offsets  # [E + 1] int32
-        self._blocks = blocks(alignment, block_rows(tokens, k, num_experts, layout))
         self._x = arrange(x, layout)
         self._weights = weights
         self._layout = layout

@@ -23,10 +23,11 @@ in a batch of 8 or one by one, for 2.4 instead of 3.7 µs of Python each (H200, 
 BATCH_RUN_NBYTES = 256 << 10
 """Shorter runs beside longer ones make a batch wait for its own end, silently."""
 
-BANK_THREADS = 4
-REGISTER_BANKS = False
+BANK_THREADS = 2
+REGISTER_BANKS = True
 TOUCH_THREADS = 8
-"""How banks are pinned: tests/bench/bench_pinning.py."""
+"""How banks are pinned: 27 GB/s like this, 2.0-2.7 by cuMemHostAlloc, copied equally fast from (H200, 16 cores,
+2026-11, tests/bench/results/nvidia-h200_202611_pinning.md)."""
 
 
 class CudaMemory:

@@ -132,7 +132,8 @@ async def main():
     async with Client(sys.argv[1]) as client:
         try:
             while True:
-                async for piece in client.generate(token_ids=[7] * 500, sampling=Sampling(max_tokens=50, ignore_eos=True)):
+                sampling = Sampling(max_tokens=50, ignore_eos=True)
+                async for piece in client.generate(token_ids=[7] * 500, sampling=sampling):
                     pass
         except SlotstreamError as error:
             print("ended:", error)

@@ -80,6 +80,9 @@ class HostedStream:
     def mark(self) -> Callable[[], bool]:
         return lambda: True
 
+    def synchronize(self) -> None:
+        pass
+
 
 def hosted_tensor(memory: DeviceMemory, nbytes: int) -> torch.Tensor:
     assert isinstance(memory, HostedMemory)
@@ -193,8 +196,6 @@ class Rig:
         self.slots.close()
         for bank in self.banks:
             bank.close()
-        self.place.copies.close()
-        self.place.close()
 
 
 @contextmanager
