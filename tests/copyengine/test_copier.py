@@ -402,7 +402,7 @@ def test_naps_between_records_only_where_it_may(
         time.sleep(0.001)
 
     monkeypatch.setattr("copyengine.copier.nap", nap)
-    monkeypatch.setattr("copyengine.copier._yield_core", lambda: yields.append(0))
+    monkeypatch.setattr("copyengine.copier.yield_core", lambda: yields.append(0))
     copier = Copier(device, 2, 1000, lambda: None, step_spin_us)
     worker.writer.begin_step()
     copier.start()

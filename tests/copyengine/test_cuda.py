@@ -280,6 +280,9 @@ def test_words_are_written_while_streams_wait(worker: CudaWorker) -> None:
     graph = torch.cuda.CUDAGraph()
     streams = [torch.cuda.Stream() for _ in range(40)]
     free = torch.cuda.Stream(priority=-1)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # all that is needed is loaded before anything waits
+        out.add_(1)
+    out.add_(1).zero_()
     torch.cuda.synchronize()
     worker.device.write_words(worker.flags.address, 0, FLAGS)
     for i, stream in enumerate(streams):

@@ -56,6 +56,9 @@ def test_the_stream_waits_for_the_flag(captured: bool) -> None:
         spin_until_set(flags, 2)
         behind.copy_(value)
 
+    behind.copy_(value)  # all that is needed is loaded before anything waits
+    flags[2:3].fill_(1)
+    behind.item()
     graph = torch.cuda.CUDAGraph()
     if captured:
         with torch.cuda.graph(graph):
