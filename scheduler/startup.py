@@ -154,7 +154,7 @@ def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded])
     return {
         "model": model_name(config),
         "workers": len(loaded),
-        "device": first.device,
+        "device": ", ".join(dict.fromkeys(facts.device for facts in loaded)),
         "dtype": first.dtype,
         "moe_layers": first.moe_layers,
         "experts": first.experts,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from msgspec.structs import replace
 
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from scheduler import startup
@@ -23,6 +24,16 @@ def test_a_dense_model_has_no_threshold_and_the_log_says_so_once(model: Path, ca
             facts = startup.ready_facts(config, rig.service, [worker.facts for worker in rig.workers])
             assert facts["demand_tokens"] == rig.service.demand_tokens == 0
             assert sum("--demand-tokens" in line for line in caplog.messages) == 1
+
+    on_loop("selector", main)
+
+
+def test_the_facts_name_every_device_once(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model, workers=3) as rig:
+            config = SchedulerConfig(model=str(model), workers="")
+            loaded = [replace(rig.worker.facts, device=device) for device in ("cuda:0 A", "cuda:1 B", "cuda:0 A")]
+            assert startup.ready_facts(config, rig.service, loaded)["device"] == "cuda:0 A, cuda:1 B"
 
     on_loop("selector", main)
 
