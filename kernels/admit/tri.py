@@ -30,6 +30,7 @@ from kernels.admit.tri_ring import (
     NOT_LANDED,
     QUERIES,
     cell_of,
+    load_error,
     note_failures,
     store_release,
     wait_for_room,
@@ -294,7 +295,7 @@ def admit_kernel(
         move_in(missing, victims, query_of, slot_of, row, owner, last_used, now, layer, index, experts, misses, BLOCK_M)
         tl.store(table + e, tl.where(member, tl.load(row + e, in_row, -1), -1), in_row)
 
-        error = tl.load(control + ERROR)
+        error = load_error(control, THREADS, PTX)
         head = tl.load(control + HEAD)
         consumed = tl.load(control + CONSUMED)
         number = index

@@ -48,16 +48,21 @@ def note_failures(flags, control, num_flags, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
+def load_error(control, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """The word ERROR. By one thread: were each to look, the host's write could come between, and they would part."""
+    return load_acquire((control + ERROR).to(tl.int64), THREADS, PTX)
+
+
+@triton.jit
 def wait_for_room(ring, head, consumed, capacity, spin_limit, error, control, THREADS: tl.constexpr, PTX: tl.constexpr):
     """`consumed` and `error` once the ring has a free cell, or the spinning has ended: then `error` is not 0.
 
     The host may end it too, by its own write into the word ERROR.
     """
-    error_address = (control + ERROR).to(tl.int64)
     spins = 0
     while (head - consumed >= capacity) & (spins < spin_limit) & (error == 0):
         consumed = load_acquire(ring + RING_CONSUMED * 4, THREADS, PTX)
-        error = load_acquire(error_address, THREADS, PTX)
+        error = load_error(control, THREADS, PTX)
         spins += 1
     if (head - consumed >= capacity) & (error == 0):
         error = RING_FULL

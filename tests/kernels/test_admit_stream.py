@@ -33,6 +33,7 @@ def test_compiles_for_sm_90(experts: int) -> None:
     assert [line.split("@p ")[1].split()[0] for line in lines] == [
         "ld.acquire.sys.global.b32",
         "ld.acquire.sys.global.b32",
+        "ld.acquire.sys.global.b32",
         "st.release.sys.global.b32",
     ]
 

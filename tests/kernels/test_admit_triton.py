@@ -52,8 +52,9 @@ def interpret(module: str, *arguments: str) -> None:
     [(8, 16), (512, 2100), (512, 24576), pytest.param(4096, 25000, marks=pytest.mark.slow)],
 )
 def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
-    """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` and the error that
-    the host may set loaded with an acquire, each by one thread of the system's scope; no atomic touches the ring."""
+    """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` and, in two places,
+    the error that the host may set are loaded with an acquire, each by one thread of the system's scope; no atomic
+    touches the ring."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,6 +73,7 @@ def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
     assert compiled.metadata.shared <= SHARED_NBYTES
     lines = [line for line in compiled.asm["ptx"].splitlines() if ".sys." in line]
     assert sorted(line.split("@p ")[1].split()[0] for line in lines) == [
+        "ld.acquire.sys.global.b32",
         "ld.acquire.sys.global.b32",
         "ld.acquire.sys.global.b32",
         "st.release.sys.global.b32",
