@@ -52,9 +52,10 @@ def interpret(module: str, *arguments: str) -> None:
     [(8, 16), (512, 2100), (512, 24576), pytest.param(4096, 25000, marks=pytest.mark.slow)],
 )
 def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
-    """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` and (in two places)
+    """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` and twice
     the error that the host may set are loaded with an acquire, each by one thread, at the system's scope; no atomic
-    touches the ring."""
+    touches the ring.
+    """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
