@@ -302,3 +302,18 @@ def test_each_worker_is_told_its_gpu(made_up: Model, machine: Find, monkeypatch:
         assert (worker.device, worker.ordinal, worker.copy_engine) == ("cuda", i, "tcp://copyengine")
     scheduler = children.argv["scheduler"]
     assert {"--load-format=dummy", f"--slots={budget.slots}", "--workers=tcp://worker0,tcp://worker1"} <= {*scheduler}
+
+
+@pytest.mark.gpu
+def test_auto_finds_the_gpus_of_this_machine(made_up: Model) -> None:
+    """Against what torch finds."""
+    import torch
+
+    placement = launch.place(settings("--workers", str(torch.cuda.device_count())))
+    assert [gpu.name for gpu in placement.gpus] == [
+        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+    ]
+    for gpu in placement.gpus:
+        free, total = torch.cuda.mem_get_info(gpu.ordinal)
+        assert gpu.total_nbytes == total and abs(gpu.free_nbytes - free) < 2 * GB
+    assert launch.plan_memory(settings(), made_up, placement).slots >= 128

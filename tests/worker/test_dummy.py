@@ -175,6 +175,29 @@ def test_layers_prefer_different_experts(engine: Engine) -> None:
     assert all(len({*a} & {*b}) < 40 for i, a in enumerate(counts) for b in counts[:i])
 
 
+@pytest.mark.gpu
+def test_routers_of_flash_next_drawn_on_a_gpu() -> None:
+    """Layers of its full size, twice the same; the popularities are those of the CPU; distinct experts of random
+    tokens, as the first layer's router sees their embeddings, against the reported ratios."""
+    sizes = Sizes(
+        layers=3, hidden=2560, intermediate=640, experts=512, experts_per_token=10, heads=24, kv_heads=2, head_dim=256,
+        vocab_size=248320,
+    )  # fmt: skip
+    spec, gpu = spec_of(sizes), torch.device("cuda")
+    weights, again = (dummy_dense(spec, "bfloat16", gpu, lambda nbytes: None) for _ in range(2))
+    small = dummy_dense(spec_of(SIZES), "bfloat16", CPU, lambda nbytes: None)
+    for name, tensor in weights.items():
+        assert tensor.is_cuda and tensor.isfinite().all() and torch.equal(tensor, again[name])
+        if name.endswith("router"):
+            assert torch.equal(tensor[:, CONSTANT].cpu(), small[name][:, CONSTANT])
+    router, norm = weights["layers.0.router"], weights["layers.0.ffn_norm"]
+    for tokens, share in TTFT_SHARES.items():
+        x = weights["embed"][torch.tensor(prompt(tokens, sizes.vocab_size), device=gpu)].float()
+        logits = (x * x.square().mean(1, keepdim=True).rsqrt() * norm.float()) @ router.float().T
+        distinct = len(torch.unique(logits.topk(10, dim=1).indices)) / 512
+        assert abs(distinct - share) < 0.06, (tokens, distinct, share)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_greedy_text_varies_and_keeps_some_experts(tied: bool) -> None:
     """Against the 18-47 % that trained models were reported to share with the token before; some more, as K/E is
