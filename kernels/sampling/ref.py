@@ -3,9 +3,9 @@
 import torch
 
 # SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed 64-bit words.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample(
@@ -30,14 +30,14 @@ def _finite(logits: torch.Tensor) -> list[bool]:
 
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """[B] float64 in [0, 1): the upper 53 bits of mix(mix(seed + G) + (position + 1) * G), G the golden gamma."""
-    word = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+    word = _mix(_mix(seed + GOLDEN) + (position + 1) * GOLDEN)
     return _shift_right(word, 11).to(torch.float64) * 2.0**-53
 
 
 def _mix(word: torch.Tensor) -> torch.Tensor:
     """SplitMix64's output function on int64 words, which wrap."""
-    word = (word ^ _shift_right(word, 30)) * _MIX_1
-    word = (word ^ _shift_right(word, 27)) * _MIX_2
+    word = (word ^ _shift_right(word, 30)) * MIX_1
+    word = (word ^ _shift_right(word, 27)) * MIX_2
     return word ^ _shift_right(word, 31)
 
 

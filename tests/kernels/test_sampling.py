@@ -1,6 +1,12 @@
-"""sample against exact probabilities, brute-force supports and SplitMix64 in Python's integers."""
+"""sample against exact probabilities, brute-force supports and SplitMix64 in Python's integers.
+
+The Triton kernels against the reference: their tokens are equal.
+"""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +17,7 @@ from hypothesis import strategies as st
 from kernels.sampling import RowSampling, sample
 from kernels.sampling.ref import inverse_cdf, uniform
 
+ROOT = Path(__file__).parents[2]
 DRAWS = 4000
 
 
@@ -192,3 +199,116 @@ def test_a_row_whose_logits_are_not_finite_gets_no_token(bad: float, temperature
     expected = sample(logits, rows_of(3, temperature)).tolist()
     logits[2, 4] = logits[1, 0] = bad
     assert sample(logits, rows_of(3, temperature)).tolist() == [expected[0], -1, -1]
+
+
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    """Against the reference: the tokens are equal."""
+    pytest.importorskip("triton")
+    script = [sys.executable, "-m", "tests.kernels.interpreted_sampling"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+@pytest.mark.parametrize("vocab", [1, 1024, 32_000, 248_320, 1_048_576])
+def test_the_triton_kernels_compile_for_hopper(vocab: int) -> None:
+    """Against the shared memory and registers of sm_90."""
+    pytest.importorskip("triton")
+    from kernels.sampling import tri
+    from tests.kernels.compiled_for import expect_fits
+
+    types = dict.fromkeys(("temperature_ptr", "top_p_ptr", "masses_ptr"), "*fp64") | {"maxima_ptr": "*fp32"}
+    types |= dict.fromkeys(("top_k_ptr", "seed_ptr", "position_ptr", "tokens_ptr"), "*i64")
+    types |= dict.fromkeys(("ids_ptr", "chosen_ptr", "places_ptr"), "*i32") | {"vocab": "i32", "stride": "i32"}
+    for dtype in ("*fp32", "*bf16"):
+        types |= dict.fromkeys(("logits_ptr", "values_ptr"), dtype)
+        expect_fits(tri._survey, types, {"CHUNK": tri.CHUNK, "num_warps": 4})
+        expect_fits(tri._draw, types, tri.draw_arguments(vocab, tri.CHUNK, min(vocab, tri.CANDIDATES)))
+
+
+KINDS = [
+    (heat, k, p)
+    for heat in (0.0, 1.0, 0.6, 1e-300)
+    for k, p in ((0, 1.0), (20, 1.0), (0, 0.953), (0, 0.2713), (20, 0.87), (500, 0.9917), (10**12, 1.0), (1, 0.5))
+]
+"""temperature, top_k, top_p; no top_p that a sum of equal probabilities could meet exactly."""
+
+
+def rows_of_kinds(device: str) -> RowSampling:
+    """A row of each of KINDS."""
+    heat, k, p = (list(column) for column in zip(*KINDS, strict=True))
+    index = torch.arange(len(KINDS), device=device)
+    return RowSampling(
+        torch.tensor(heat, dtype=torch.float64, device=device),
+        torch.tensor(k, device=device),
+        torch.tensor(p, dtype=torch.float64, device=device),
+        index * 7919 - 40_000,
+        index * 31,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 2, 1023, 1024, 1025, 32_000, 248_320])
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+def test_the_device_s_tokens_are_the_reference_s(dtype: torch.dtype, vocab: int, spread: float) -> None:
+    """Against the CPU: flat rows, whose nucleus is larger than the room for candidates, and peaked ones; ties."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(len(KINDS), vocab, generator=generator) * spread).to(dtype)
+    tokens = sample(logits.cuda(), rows_of_kinds("cuda")).tolist()
+    expected = sample(logits.float(), rows_of_kinds("cpu")).tolist()
+    assert tokens == expected, [kind for kind, a, b in zip(KINDS, tokens, expected, strict=True) if a != b]
+
+
+@pytest.mark.gpu
+def test_the_device_draws_many_times_what_the_reference_draws() -> None:
+    """Against the CPU, 500 draws of each kind from one distribution with ties."""
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(5)).mul(3).round()
+    for heat, k, p in KINDS:
+        rows = rows_of(500, heat, k, p, seed=-9)
+        tokens = sample(logits.expand(500, -1).cuda(), RowSampling(*(column.cuda() for column in rows)))
+        assert torch.equal(tokens.cpu(), sample(logits.expand(500, -1), rows)), (heat, k, p)
+
+
+@pytest.mark.gpu
+def test_a_row_on_the_device_is_drawn_the_same_alone() -> None:
+    """Against the row in a batch."""
+    logits = torch.randn(len(KINDS), 152_000, device="cuda", generator=torch.Generator("cuda").manual_seed(2)) * 3
+    rows = rows_of_kinds("cuda")
+    together = sample(logits, rows)
+    for i in range(len(KINDS)):
+        alone = RowSampling(*(column[i : i + 1] for column in rows))
+        assert torch.equal(sample(logits[i : i + 1], alone), together[i : i + 1])
+
+
+@pytest.mark.gpu
+def test_the_device_gives_rows_that_are_not_finite_no_token() -> None:
+    """Against the docstring, in the first, a middle and the last chunk; and its limits."""
+    logits = torch.randn(6, 5000, device="cuda")
+    for heat in (0.0, 1.0):
+        rows = RowSampling(*(column.cuda() for column in rows_of(6, heat)))
+        expected = sample(logits, rows).tolist()
+        for bad in (math.nan, math.inf, -math.inf):
+            damaged = logits.clone()
+            damaged[1, 0] = damaged[3, 2500] = damaged[5, 4999] = bad
+            assert sample(damaged, rows).tolist() == [expected[0], -1, expected[2], -1, expected[4], -1]
+    assert sample(logits[:0], RowSampling(*(column.cuda() for column in rows_of(0)))).shape == (0,)
+    with pytest.raises(ValueError, match="float64"):
+        sample(logits.double(), RowSampling(*(column.cuda() for column in rows_of(6))))
+
+
+@pytest.mark.gpu
+def test_a_captured_draw_replays_with_other_settings() -> None:
+    """Against the same launches outside the graph."""
+    logits = torch.randn(len(KINDS), 32_000, device="cuda") * 3
+    rows = rows_of_kinds("cuda")
+    sample(logits, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample(logits, rows)
+    for shift in range(3):
+        for column in rows:
+            column.copy_(column.roll(shift))
+        logits.normal_()
+        graph.replay()
+        replayed = tokens.clone()
+        assert torch.equal(replayed, sample(logits, rows))

@@ -1,0 +1,47 @@
+"""A script: sample's Triton kernels in the interpreter against the plain-torch reference: the tokens are equal."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import torch
+
+from kernels.sampling import RowSampling, ref, tri
+
+CHUNK, ROOM = 16, 24
+"""Small, so that short rows have several chunks and some more candidates than there is room."""
+
+
+def reference(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    uniforms = ref.uniform(rows.seed, rows.position)
+    return ref.sample(logits, rows.temperature, rows.top_k, rows.top_p, uniforms)
+
+
+def settings(count: int, generator: torch.Generator) -> RowSampling:
+    """Rows of every kind: greedy, plain, top_k, top_p, both; hot and cold."""
+
+    def pick(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (count,), generator=generator)]
+
+    return RowSampling(
+        pick([0.0, 1.0, 0.7, 3.0, 1e-300, 1e9], torch.float64),
+        pick([0, 0, 1, 2, 5, 20, 10**12], torch.int64),
+        pick([1.0, 0.9, 0.5, 0.013, 0.9999], torch.float64),
+        torch.randint(-(2**62), 2**62, (count,), generator=generator),
+        torch.randint(0, 100_000, (count,), generator=generator),
+    )
+
+
+if __name__ == "__main__":
+    for vocab in (1, 2, 16, 17, 100, 300):
+        generator = torch.Generator().manual_seed(vocab)
+        logits = torch.randn(14, vocab, generator=generator) * 4
+        logits[5:10] = logits[5:10].round()  # ties
+        logits[8:10], logits[9] = 0.0, -0.0
+        for row, bad in ((10, float("nan")), (11, float("inf")), (12, float("-inf"))):
+            logits[row, vocab // 2] = bad
+        rows = settings(14, generator)
+        actual = tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM)
+        expected = reference(logits, rows)
+        assert torch.equal(actual, expected), (vocab, actual, expected)
+    print("ok")
