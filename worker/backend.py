@@ -6,9 +6,11 @@ from typing import Protocol
 import psutil
 import torch
 
+from copyengine.budget import Budget, Wanted, plan
 from copyengine.device import OnBytes
 from copyengine.device.host import HostWorkerDevice
-from copyengine.protocol import Attach
+from copyengine.model_spec import ModelSpec
+from copyengine.protocol import Attach, Dtype
 from kernels.formats import RecordLayout
 from worker.config import WorkerConfig
 from worker.geometry import SlotGeometry
@@ -57,8 +59,8 @@ class Backend(Protocol):
         """Whether decode steps come with a page table on the device."""
         ...
 
-    def free_nbytes(self) -> int:
-        """Memory for the pool, KV and weights that is free now."""
+    def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
+        """What fits in the memory that is free now, without the banks; see copyengine.budget. ConfigError."""
         ...
 
     def make_slots(
@@ -97,9 +99,14 @@ class HostBackend:
     name = "cpu"
     by_page_table = False
 
-    def free_nbytes(self) -> int:
-        """See Backend."""
-        return int(psutil.virtual_memory().available)
+    def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
+        """See Backend.
+
+        The banks may have been allocated long ago, for another worker. The plan counts them, so what is available here
+        is counted with them.
+        """
+        bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
+        return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
 
     def make_slots(
         self,

@@ -33,7 +33,8 @@ class CopyEngineLink:
             loop = asyncio.get_running_loop()
             own = CopyEngineConfig(
                 run_id=run_id,
-                device="cuda" if config.device == "cuda" else "cpu",
+                device=config.device,
+                ordinal=config.ordinal,
                 event_loop=config.event_loop,
                 log_level=config.log_level,
             )

@@ -5,8 +5,11 @@ from collections.abc import Callable
 
 import torch
 
+from copyengine.budget import GPU_RESERVE_STARTED_NBYTES, Budget, Wanted, plan_gpu
 from copyengine.device import OnBytes
 from copyengine.device.cuda_worker import CudaWorkerDevice
+from copyengine.model_spec import ModelSpec
+from copyengine.protocol import Dtype
 from kernels.formats import RecordLayout
 from worker.backend import Slots
 from worker.decode_graphs import DecodeGraphs
@@ -50,9 +53,11 @@ class CudaBackend:
         self.name = f"cuda:{ordinal} {torch.cuda.get_device_name(self.device)}"
         self._driver = CudaWorkerDevice(ordinal, local)
 
-    def free_nbytes(self) -> int:
-        """Device memory that is free now."""
-        return torch.cuda.mem_get_info(self.device)[0]
+    def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
+        """See worker.backend.Backend."""
+        free_nbytes, _ = torch.cuda.mem_get_info(self.device)
+        reserve = GPU_RESERVE_STARTED_NBYTES
+        return plan_gpu(spec, dtype, record_nbytes, free_nbytes, wanted, reserve, self.name)
 
     def make_slots(
         self,

@@ -10,7 +10,6 @@ device rings nothing, and all flags, again and again until the step is over: a l
 the word clears a flag once more.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -404,10 +403,12 @@ class DeviceSlots:
         self._device.write_words(self._flags.address, RELEASED, self._num_flags)
 
     def _raise_until_over(self) -> None:
-        with contextlib.suppress(SlotstreamError):  # the device is gone: so is what waited on it
+        try:
             while self._mode is not None:
                 time.sleep(RELEASE_EVERY_S)
                 self._raise_all()
+        except Exception as error:  # the outermost edge of this thread; the device is gone, and what waited on it
+            log.error("the flags cannot be raised any more: %s", error)
 
     def _finish(self) -> None:
         assert self._mode is not None, "no step has begun"

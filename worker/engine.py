@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from copyengine.budget import Budget, Wanted, plan
+from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
 from copyengine.records import record_layout
@@ -65,22 +65,18 @@ def fit(prepared: Prepared, load: Load, backend: Backend) -> Prepared:
 
 
 def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load, backend: Backend) -> Budget:
-    """The plan for what this worker allocates itself.
-
-    The banks are the copy engine's, which may have allocated them long ago, for another worker: it checks them itself.
-    The plan counts them, so what is available here is counted with them.
-    """
+    """The plan for what this worker allocates itself: the banks are the copy engine's, which checks them itself."""
     spec = model.spec
     record_nbytes = record.record_nbytes if record else 0
-    bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
     wanted = Wanted(
         slots=load.slots,
         kv_tokens=load.kv_tokens,
         demand_prefill=load.demand_prefill,
         max_step_tokens=load.max_step_tokens,
         page_tokens=load.page_tokens,
+        max_running=load.max_running,
     )
-    return plan(spec, dtype, record_nbytes, backend.free_nbytes() + bank_nbytes, wanted)
+    return backend.plan(spec, dtype, record_nbytes, wanted)
 
 
 class Engine:

@@ -16,9 +16,10 @@ from copyengine.device.pinned import PinnedBank, allocate_pinned, register_pinne
 from copyengine.protocol import MemoryHandle
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, WireError
 
-BATCH_RUNS = 16
-"""From this many runs on, a query is one call: scattered records of 2.8 MB went at 52.1 GB/s in a batch of 128, at 50
-in a batch of 8 or one by one, for 2.4 instead of 3.7 µs of Python each (H200, 2026-11)."""
+BATCH_RUNS = 4
+"""From this many runs on, all but the first are one call: scattered records of 2.8 MB went at 48.7 GB/s in batches of 8
+and at 52.1 in batches of 128, at 47.1 and 51.1 one by one (H200, 2026-11, tests/bench/results). The first goes alone,
+so that the link has work while the lists for the call are made, 2.4 µs of Python each."""
 
 BATCH_RUN_NBYTES = 256 << 10
 """Shorter runs beside longer ones make a batch wait for its own end, silently."""
@@ -195,10 +196,14 @@ class CudaCopyDevice:
         start, to = source.address, target.address
         try:
             if len(runs) >= BATCH_RUNS and self._driver.has_batches and min(r.nbytes for r in runs) >= BATCH_RUN_NBYTES:
+                first, *rest = runs
+                self._driver.copy_to_device(
+                    to + first.target_offset, start + first.source_offset, first.nbytes, link.streams[stream]
+                )
                 self._driver.copy_batch_to_device(
-                    [to + run.target_offset for run in runs],
-                    [start + run.source_offset for run in runs],
-                    [run.nbytes for run in runs],
+                    [to + run.target_offset for run in rest],
+                    [start + run.source_offset for run in rest],
+                    [run.nbytes for run in rest],
                     link.streams[stream],
                 )
             else:

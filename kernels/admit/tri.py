@@ -130,28 +130,33 @@ def write_ages(ages, owner, last_used, query_of, now, layer, index, experts, slo
 
 @triton.jit
 def age_of_the_last(ages, slots, count, BLOCK_S: tl.constexpr):
-    """The age of the `count`-th oldest slot, and how many of that age are among the `count` oldest."""
+    """The age of the `count`-th oldest slot, and how many of that age are among the `count` oldest.
+
+    And the age that free slots are taken to have, one more than any used one's: the range is halved until it is found.
+    """
     s = tl.arange(0, BLOCK_S)
     age = tl.load(ages + s, s < slots, -1)
+    free = tl.max(tl.where(age == OLDEST, -1, age), 0) + 1
+    age = tl.minimum(age, free)
     low = 0  # at least `count` slots are this old
-    high = tl.max(age, 0) + 1  # fewer are
+    high = free + 1  # fewer are
     while high - low > 1:
         middle = low + (high - low) // 2
         enough = tl.sum((age >= middle).to(tl.int32)) >= count
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-    return low, count - tl.sum((age > low).to(tl.int32))
+    return low, count - tl.sum((age > low).to(tl.int32)), free
 
 
 @triton.jit
 def take_oldest(ages, slots, count, oldest, victims, several, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
     """The `count` oldest slots, of equals the lowest, in slot order: to `victims`, or with their ages to `oldest`."""
-    last, of_equals = age_of_the_last(ages, slots, count, BLOCK_S)
+    last, of_equals, free = age_of_the_last(ages, slots, count, BLOCK_S)
     seen = 0  # in slots before: of the last age, and, 16 bits up, older ones
     begin = 0
     while begin < slots:
         s = begin + tl.arange(0, CHUNK)
-        age = tl.load(ages + s, s < slots, -1)
+        age = tl.minimum(tl.load(ages + s, s < slots, -1), free)
         older = (age > last).to(tl.int32)
         equal = (age == last).to(tl.int32)
         before = seen + tl.cumsum(equal + (older << 16), 0) - equal - (older << 16)

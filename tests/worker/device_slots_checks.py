@@ -54,9 +54,9 @@ def routing(rng: random.Random, place: Place, experts: int, tokens: int, k: int,
 
 def step(rig: Rig, mode: Mode, layers: Sequence[Routing]) -> ExpertStats:
     """One step, each layer checked."""
+    tokens = torch.tensor([5, -1], device=rig.place.torch_device)  # before the step: it would wait for the stream
     rig.slots.begin_step(mode)
     outs = [rig.slots(layer, *given) for layer, given in enumerate(layers)]
-    tokens = torch.tensor([5, -1], device=outs[0].device)
     assert rig.slots.collect(tokens) == [5, -1]
     stats = rig.slots.end_step()
     for layer, (out, given) in enumerate(zip(outs, layers, strict=True)):

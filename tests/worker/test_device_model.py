@@ -111,7 +111,7 @@ def test_graphs_decode_what_eager_steps_decode(directory: str, batch: int) -> No
     for graphs in (False, True):
         with device_model(directory, "bfloat16", graphs=graphs) as device:
             pages = [[8 * s + p for p in range(4)] for s in range(batch)]
-            lengths = [5 + 3 * s for s in range(batch)]
+            lengths = [5 + 2 * s for s in range(batch)]
             prompts = [prompt(length, s) for s, length in enumerate(lengths)]
             last = [device.prefill(s, text, pages[s][:1]) for s, text in enumerate(prompts)]
             texts.append([last])
@@ -149,8 +149,9 @@ def test_nothing_in_a_step_waits_for_the_device(directory: str) -> None:
 
 def test_what_the_pool_took_comes_back(directory: str, tmp_path: Path) -> None:
     """Device memory, against what was free before."""
-    with device_model(directory, "float32"):
-        pass
+    for _ in range(2):  # what torch and the driver keep is theirs from then on
+        with device_model(directory, "float32", slots=4000):
+            pass
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]

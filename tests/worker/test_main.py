@@ -255,7 +255,7 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_the_worker_goes_on(model: 
 
 
 def test_a_device_that_is_not_there_refuses_the_start() -> None:
-    argv = [sys.executable, "-m", "worker", "--device", "cuda"]
+    argv = [sys.executable, "-m", "worker", "--device", "cuda", "--ordinal", "999"]
     done = subprocess.run(argv, capture_output=True, timeout=30)
     assert done.returncode == EXIT_CONFIG
     assert b"StartFailed" in done.stdout and b"--device cuda" in done.stderr
