@@ -17,6 +17,8 @@ from kernels.attention import cost
 from kernels.attention.cost import Tile
 
 LOG2_E = 1.4426950408889634
+MERGE_COLUMNS = tl.constexpr(64)
+"""Of D, for each program that merges."""
 
 
 def attention(
@@ -53,16 +55,18 @@ def attention(
         stats,
         rows,
         start,
+        splits,
         share,
         q.stride(0),
         q.stride(1),
         scale * LOG2_E,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         **arguments,
     )
     if splits > 1:
-        grid, options = merge_launch(rows, heads, head_dim)
-        _merge[grid](sums, stats, out, out, start, share, SPLITS=splits, BLOCK_N=tile.block_n, DECODE=False, **options)
+        grid = merge_grid(rows, heads, head_dim)
+        options = merge_arguments(heads, head_dim, cost.PROGRAMS, tile, decode=False)
+        _merge[grid](sums, stats, out, out, start, splits, share, **options)
     return out
 
 
@@ -101,8 +105,9 @@ def decode_attention(
         SPLITS=splits,
         **arguments,
     )
-    grid, options = merge_launch(rows, heads, head_dim)
-    _merge[grid](sums, stats, out, lengths, 0, 0, SPLITS=splits, BLOCK_N=tile.block_n, DECODE=True, **options)
+    grid = merge_grid(rows, heads, head_dim)
+    options = merge_arguments(heads, head_dim, splits, tile, decode=True)
+    _merge[grid](sums, stats, out, lengths, 0, splits, 0, **options)
     return out
 
 
@@ -160,12 +165,17 @@ def launch_arguments(heads: int, k_pages: torch.Tensor, tile: Tile, wide: bool) 
     }
 
 
-def merge_launch(rows: int, heads: int, head_dim: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    block_d = min(64, max(16, triton.next_power_of_2(head_dim)))
-    return (rows * heads, triton.cdiv(head_dim, block_d)), {
+def merge_grid(rows: int, heads: int, head_dim: int) -> tuple[int, int]:
+    return rows * heads, triton.cdiv(head_dim, MERGE_COLUMNS.value)
+
+
+def merge_arguments(heads: int, head_dim: int, most_splits: int, tile: Tile, decode: bool) -> dict[str, Any]:
+    return {
         "HEADS": heads,
         "D": head_dim,
-        "BLOCK_D": block_d,
+        "BLOCK_S": most_splits,
+        "BLOCK_N": tile.block_n,
+        "DECODE": decode,
         "num_warps": 4,
     }
 
@@ -327,17 +337,18 @@ def _store_partial(sums_ptr, stats_ptr, index, live, acc, total, highest, D: tl.
     tl.store(stats_ptr + index * 2 + 1, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "start", "splits", "share"])
 def _prefill(
     q_ptr,  # [n, KV_HEADS * GROUP, D]
     k_ptr,  # [num_pages, PAGE_TOKENS, KV_HEADS, D]
     v_ptr,
     table_ptr,  # [P] int64
     out_ptr,  # [n, KV_HEADS * GROUP * D], written if there is one split
-    sums_ptr,  # [n, KV_HEADS * GROUP, SPLITS, D] float32, written if there are several
-    stats_ptr,  # [n, KV_HEADS * GROUP, SPLITS, 2] float32
+    sums_ptr,  # [n, KV_HEADS * GROUP, splits, D] float32, written if there are several
+    stats_ptr,  # [n, KV_HEADS * GROUP, splits, 2] float32
     rows,
     start,
+    splits,
     share,  # positions of a split
     q_stride,
     q_head_stride,
@@ -352,7 +363,7 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last ones have most to do
     kv_head = tl.program_id(1)
@@ -365,7 +376,7 @@ def _prefill(
     head = kv_head * GROUP + pair % GROUP
     begin = split * share
     end = start + tl.minimum(rows, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
-    if SPLITS > 1:
+    if SPLIT:
         end = tl.minimum(end, begin + share)
         if begin >= end:
             return
@@ -390,8 +401,8 @@ def _prefill(
         STAGES,
     )
     index = row * (KV_HEADS * GROUP) + head
-    if SPLITS > 1:
-        _store_partial(sums_ptr, stats_ptr, index * SPLITS + split, live, acc, total, highest, D, BLOCK_D)
+    if SPLIT:
+        _store_partial(sums_ptr, stats_ptr, index * splits + split, live, acc, total, highest, D, BLOCK_D)
     else:
         d = tl.arange(0, BLOCK_D)
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -399,12 +410,12 @@ def _prefill(
 
 
 @triton.jit
-def _decode_share(length, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _decode_share(length, splits, BLOCK_N: tl.constexpr):
     """Positions of a split: whole tiles, from the sequence's own length alone."""
-    return tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    return tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr,  # [B, KV_HEADS * GROUP, D]
     k_ptr,  # [num_pages, PAGE_TOKENS, KV_HEADS, D]
@@ -465,18 +476,18 @@ def _decode(
     _store_partial(sums_ptr, stats_ptr, index, live, acc, total, highest, D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "splits", "share"])
 def _merge(
-    sums_ptr,  # [n, HEADS, SPLITS, D] float32
-    stats_ptr,  # [n, HEADS, SPLITS, 2] float32
+    sums_ptr,  # [n, HEADS, splits, D] float32
+    stats_ptr,  # [n, HEADS, splits, 2] float32
     out_ptr,  # [n, HEADS * D]
     lengths_ptr,  # [n] int32, of a decode step
     start,  # of a chunk
-    share,
+    splits,
+    share,  # of a chunk
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DECODE: tl.constexpr,
 ):
@@ -484,19 +495,19 @@ def _merge(
     row = index // HEADS
     if DECODE:
         visible = tl.load(lengths_ptr + row)
-        share = _decode_share(visible, SPLITS, BLOCK_N)
+        share = _decode_share(visible, splits, BLOCK_N)
     else:
         visible = start + row + 1
-    split = tl.arange(0, SPLITS)
-    written = split * share < visible
-    stats = stats_ptr + (index * SPLITS + split) * 2
+    split = tl.arange(0, BLOCK_S)
+    written = (split < splits) & (split * share < visible)
+    stats = stats_ptr + (index * splits + split) * 2
     highest = tl.load(stats, mask=written, other=float("-inf"))
     total = tl.load(stats + 1, mask=written, other=0)
     base = tl.where(visible > 0, tl.max(highest, axis=0), 0.0)
     weights = tl.where(written, tl.exp2(highest - base), 0.0)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = tl.program_id(1) * MERGE_COLUMNS + tl.arange(0, MERGE_COLUMNS)
     mask = written[:, None] & (d < D)[None, :]
-    sums = tl.load(sums_ptr + (index * SPLITS + split)[:, None] * D + d[None, :], mask=mask, other=0)
+    sums = tl.load(sums_ptr + (index * splits + split)[:, None] * D + d[None, :], mask=mask, other=0)
     whole = tl.where(visible > 0, tl.sum(total * weights, axis=0), 1.0)
     out = tl.sum(sums * weights[:, None], axis=0) / whole
     tl.store(out_ptr + index * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)

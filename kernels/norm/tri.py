@@ -18,7 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return out
     if x.stride(-1) != 1:
         x = x.contiguous()
-    rows = x.flatten(0, -3) if x.ndim > 3 else x.reshape((1,) * (3 - x.ndim) + x.shape)  # [outer, inner, D]
+    rows = x.flatten(0, -3) if x.ndim > 3 else x if x.ndim == 3 else x.unsqueeze(-2).view(-1, 1, x.shape[-1])
     outer, inner, width = rows.shape
     arguments = launch_arguments(width)
     grid = (triton.cdiv(outer * inner, arguments["ROWS"]),)
@@ -40,7 +40,7 @@ def normalised(x, sum_of_squares, eps, D: tl.constexpr):
     return x * tl.rsqrt(sum_of_squares / D + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x_ptr,
     weight_ptr,  # [D]

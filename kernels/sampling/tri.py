@@ -8,7 +8,7 @@ The order of the others is that of the reference's stable sort: by logit, then t
 or a mass is found as the largest key (the logit's bits, made to order like integers) above which there is enough, WAYS
 keys at a time. Before that, tokens that cannot be among the kept ones are left out: of top_k, all below the k-th
 largest of the chunks' maxima; of top_p, all below a logit so small that V tokens of it have less mass than top_p leaves
-out. Where the rest is more than CANDIDATES, the searches run over the whole row instead: about a millisecond.
+out. Where the rest is more than CANDIDATES, the searches run over the whole row instead, which takes longer.
 """
 
 from typing import Any
@@ -89,7 +89,7 @@ def draw_arguments(vocab: int, chunk: int, room: int) -> dict[str, Any]:
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"])
 def _survey(
     logits_ptr,
     temperature_ptr,  # [B] float64
@@ -335,7 +335,7 @@ def _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, u, TILE: tl.co
     return _nth(list_ptr, n, found, nth, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"])
 def _draw(
     logits_ptr,  # [B, V]
     temperature_ptr,  # [B] float64

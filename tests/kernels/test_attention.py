@@ -260,7 +260,7 @@ def test_the_triton_kernels_compile(dtype: str, capability: int, head_dim: int, 
     from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
 
     types = dict.fromkeys(("sums_ptr", "stats_ptr"), "*fp32") | {"table_ptr": "*i32", "lengths_ptr": "*i32"}
-    types |= dict.fromkeys(("rows", "start", "share", "q_stride", "q_head_stride", "table_stride"), "i32")
+    types |= dict.fromkeys(("rows", "start", "splits", "share", "q_stride", "q_head_stride", "table_stride"), "i32")
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype) | {"scale": "fp32"}
     narrow = dtype == "*bf16"
     stack = 0 if narrow and capability == 90 else FEW_WORDS
@@ -270,14 +270,14 @@ def test_the_triton_kernels_compile(dtype: str, capability: int, head_dim: int, 
     tile, splits = cost.decode_plan(*sizes, *limits)
     arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLITS": splits}
     expect_fits(tri._decode, types, arguments, capability, stack)
-    _, options = tri.merge_launch(1, 2 * group, head_dim)
-    merge = {"SPLITS": splits, "BLOCK_N": tile.block_n, "DECODE": True, **options}
-    expect_fits(tri._merge, types, merge, capability)
+    expect_fits(tri._merge, types, tri.merge_arguments(2 * group, head_dim, splits, tile, decode=True), capability)
     types["table_ptr"] = "*i64"
     for rows in (4096, 38):
         tile, splits = cost.prefill_plan(rows, *sizes, 30_000, *limits)
-        arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLITS": splits}
+        arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLIT": splits > 1}
         compiled = expect_fits(tri._prefill, types, arguments, capability, stack)
+        merge = tri.merge_arguments(2 * group, head_dim, cost.PROGRAMS, tile, decode=False)
+        expect_fits(tri._merge, types, merge, capability)
         assert "wgmma.mma_async" in compiled.asm["ptx"] or not narrow or capability != 90
 
 
@@ -288,13 +288,13 @@ def test_offsets_beyond_32_bits_compile_too() -> None:
     from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
 
     types = dict.fromkeys(("table_ptr", "pages_ptr", "offsets_ptr"), "*i64")
-    types |= dict.fromkeys(("rows", "start", "share", "q_stride", "q_head_stride"), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("rows", "start", "splits", "share", "q_stride", "q_head_stride"), "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("k_stride", "k_head_stride", "v_stride", "v_head_stride"), "i32")
     pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_pages_ptr", "v_pages_ptr")
     types |= dict.fromkeys(("sums_ptr", "stats_ptr"), "*fp32") | dict.fromkeys(pointers, "*bf16")
     tile, splits = cost.prefill_plan(4096, 24, 2, 256, 30_000, 2, SHARED_NBYTES[90])
     pages = torch.empty(8, 16, 2, 256, device="meta")
-    arguments = tri.launch_arguments(24, pages, tile, wide=True) | {"SPLITS": splits}
+    arguments = tri.launch_arguments(24, pages, tile, wide=True) | {"SPLIT": splits > 1}
     expect_fits(tri._prefill, types, arguments, stack_nbytes=FEW_WORDS)
     expect_fits(tri._store_kv, types, tri.store_arguments(2, 256, 16))
 
