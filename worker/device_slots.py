@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from copyengine.device import CLEARED, LANDED, RELEASED, OnBytes
+from copyengine.device.cuda_driver import CudaError
 from copyengine.device.host import Segment, create_segment
 from copyengine.protocol import Attach, MemoryHandle
 from copyengine.ring import RingWriter, ring_nbytes
@@ -211,6 +212,7 @@ class DeviceSlots:
         if self._writer.begin_step():
             self._wake()
         self._mode = mode
+        self._step = ExpertStats()
         self._marks = []
         self._begin(mode)
 
@@ -312,7 +314,10 @@ class DeviceSlots:
         return self._step
 
     def abort_step(self) -> None:
-        """End a step that failed: every slot that it used is forgotten. Does nothing if no step runs."""
+        """End a step that failed: every slot that it used is forgotten. Does nothing if no step runs.
+
+        The traffic of the step is counted, the step is not.
+        """
         if self._mode is None:
             return
         try:
@@ -320,11 +325,13 @@ class DeviceSlots:
             self._await()
             self._await_flags()
             self._forget_step()
+            counters = torch.cat([self._admission.stats, self._streaming.stats]).tolist()
+            self._step = add(self._step, self._since(counters))
         except SlotstreamError as error:
             log.error("a failed step did not end: %s", error)
-        except RuntimeError as error:  # what torch makes of an error of the device, after which it does nothing more
+        except (RuntimeError, CudaError) as error:  # of the device, after which it does nothing more
             self.release(f"the device does not work any more: {error}")
-        self._step = ExpertStats()
+        self._step = add(self._step, ExpertStats(steps=-self._step.steps))
         self._finish()
 
     def release(self, why: str) -> None:

@@ -76,8 +76,8 @@ class StepRunner:
         """Runs the step. RequestRefused("invalid_request") if it asks for what is not there; nothing has run then.
 
         RequestRefused("bad_logits") if there is a token to draw from logits that are not finite. Whatever else fails
-        while it runs is raised after the slots were told to drop what did not land. The KV of the step's new positions
-        is undefined after either.
+        while it runs is raised after the slots were told to drop what did not land; RequestRefused("out_of_memory") if
+        the device had too little left. The KV of the step's new positions is undefined after either.
         """
         arrays = self._checked(step)
         with torch.inference_mode():
@@ -111,8 +111,10 @@ class StepRunner:
             self._experts.begin_step(step.mode)
             tokens = self._experts.collect(compute())
             return tokens, self._experts.end_step()
-        except BaseException:
+        except BaseException as error:
             self._experts.abort_step()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise RequestRefused("out_of_memory", f"{error}; lower --chunked-prefill-size or --slots") from None
             raise
 
     def _tokens(self, step: RunStep, arrays: StepArrays) -> torch.Tensor:
