@@ -4,32 +4,28 @@
 Exit codes: 0 as asked, 1 a process failed, 2 the start was refused.
 """
 
-import importlib.util
 import logging
 import math
 import os
 import queue
-import re
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import psutil
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from copyengine.budget import Budget, Wanted, plan, plan_banks, plan_gpu
+from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
 from copyengine.checkpoint.model import Model, open_model
 from copyengine.config import CopyEngineConfig
-from copyengine.device.cuda_driver import CudaError
 from copyengine.device.host import reclaim_stale
-from copyengine.device.probe import GpuFacts, cuda_devices
-from copyengine.records import record_layout
+from copyengine.placement import CopyEngineChoice, DeviceChoice, Placement, place, plan_memory
 from copyengine.wire import cli
 from copyengine.wire.child import Child, Exited, Notice, Notices, Said, Told
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, from_code
@@ -53,9 +49,6 @@ LAST_WORD_S = 20.0
 DRAIN_TIMEOUT_S = 60.0
 """Seconds running requests may take to finish after SIGTERM."""
 
-LEAST_CAPABILITY = (8, 0)
-"""Compute capability from which on a GPU has bfloat16."""
-
 Facts = dict[str, str | int | float | bool]
 log = logging.getLogger("launch")
 E_ = TypeVar("E_", bound=Event)
@@ -66,28 +59,12 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: Annotated[str, Meta(description="checkpoint directory; the built-in random model if not given")] = ""
     workers: Annotated[int, Meta(ge=1, le=64, description="worker processes, one per device")] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="where the model runs; auto takes GPUs that can be used")
-    ] = "auto"
+    device: Annotated[DeviceChoice, Meta(description="where the model runs; auto takes GPUs that can be used")] = "auto"
     copy_engine: Annotated[
-        Literal["auto", "process", "thread"],
+        CopyEngineChoice,
         Meta(description="the copy engine as a process of its own for all workers, or as a thread of the one worker"),
     ] = "auto"
     prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None
-
-
-class Placement(Struct, frozen=True):
-    """Where the processes of a run go."""
-
-    gpus: tuple[GpuFacts, ...]  # worker i's is gpus[i]; none on the host
-    copy_engine: Literal["process", "thread"]
-    reason: str  # of the device, for people
-    copy_engine_reason: str = ""  # if it was not asked for
-
-    @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        """Where the model runs."""
-        return "cuda" if self.gpus else "cpu"
 
 
 class Preflight(NamedTuple):
@@ -132,27 +109,16 @@ class Engine:
         """Start everything, with the sizes of `budget`; the scheduler's Ready. Raises as `_wait_for` does."""
         config, placement = self._config, self._placement
         common: dict[str, Any] = {"event_loop": config.event_loop, "log_level": config.log_level, "parent_pipe": True}
+        common |= {"run_id": self._run_id, "device": placement.device}
         ordinals = [gpu.ordinal for gpu in placement.gpus] or [0] * config.workers
-        common["device"] = placement.device
         copy_engine = ""
         if placement.copy_engine == "process":
-            own = CopyEngineConfig(run_id=self._run_id, ordinal=ordinals[0], **common)
-            copy_engine = self._spawn("copyengine", "copyengine", own)
+            copy_engine = self._spawn("copyengine", "copyengine", CopyEngineConfig(ordinal=ordinals[0], **common))
         threads = max(1, (psutil.cpu_count(logical=False) or 1) - 1) // config.workers or 1  # a core is left to copies
+        common |= {"copy_engine": copy_engine, "threads": threads}
         workers = [
-            self._spawn(
-                f"worker{i}",
-                "worker",
-                WorkerConfig(
-                    name=f"worker{i}",
-                    run_id=self._run_id,
-                    copy_engine=copy_engine,
-                    ordinal=ordinals[i],
-                    threads=threads,
-                    **common,
-                ),
-            )
-            for i in range(config.workers)
+            self._spawn(f"worker{i}", "worker", WorkerConfig(name=f"worker{i}", ordinal=ordinal, **common))
+            for i, ordinal in enumerate(ordinals)
         ]
         serving = {name: getattr(config, name) for name in ServingConfig.__struct_fields__}
         serving["served_model_name"] = config.served_model_name or directory.name
@@ -251,77 +217,28 @@ def preflight(config: LaunchConfig) -> Preflight:
 
     ConfigError if the model or the settings are no good, or the machine has too little of something.
     """
-    placement = place(config)
+    placement = place(config.device, config.copy_engine, config.workers)
     resolve(config.event_loop)
     reclaim_stale()
     directory = Path(config.model) if config.model else builtin_model()
     model = open_model(directory, config.hf_overrides, config.load_format)
-    return Preflight(model, placement, plan_memory(config, model, placement))
+    dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
+    available_nbytes = psutil.virtual_memory().available
+    budget = plan_memory(model.spec, dtype, placement, config.workers, available_nbytes, wanted(config))
+    for note in budget.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return Preflight(model, placement, budget)
 
 
-def place(config: LaunchConfig) -> Placement:
-    """The devices and the copy engine that the settings want. ConfigError if the machine does not have them."""
-    found: list[GpuFacts] = []
-    reason = "as --device says"
-    if config.device != "cpu":
-        found, why = usable_gpus()
-        if config.device == "cuda" and not found:
-            raise ConfigError(f"--device cuda: {why}; use --device cpu")
-        if found and config.workers > len(found):
-            raise ConfigError(
-                f"--workers {config.workers}: each takes a GPU, and this machine has {len(found)} that can be used; "
-                f"use --workers {len(found)}, or --device cpu"
-            )
-        reason = reason if config.device == "cuda" else f"--device auto: {why}"
-    gpus = tuple(found[: config.workers])
-    copy_engine, because = place_copy_engine(config, gpus)
-    return Placement(gpus, copy_engine, reason, because)
-
-
-def place_copy_engine(config: LaunchConfig, gpus: Sequence[GpuFacts]) -> tuple[Literal["process", "thread"], str]:
-    """What the copy engine is, and why if it was not asked for. ConfigError if it cannot be what was asked for."""
-    private = next((gpu for gpu in gpus if not gpu.ipc), None)
-    cause = f"GPU {private.ordinal} ({private.name}) cannot share its memory with other processes" if private else ""
-    if config.copy_engine == "process" and private:
-        raise ConfigError(f"--copy-engine process: {cause}; use --copy-engine thread")
-    if config.copy_engine == "process" or (config.copy_engine == "auto" and not private):
-        return "process", ""
-    if config.workers > 1:
-        setting = f"{cause}, so that the copy engine has to be a thread; " if private else "--copy-engine thread "
-        raise ConfigError(
-            f"{setting}with --workers {config.workers}: every worker would hold all experts; "
-            f"use {'' if private else '--copy-engine process or '}--workers 1"
-        )
-    return "thread", cause if config.copy_engine == "auto" else ""
-
-
-def usable_gpus() -> tuple[list[GpuFacts], str]:
-    """The GPUs that a worker can run on, and what was found, or why there are none."""
-    lacking = lacking_for_gpus()
-    if lacking:
-        return [], lacking
-    try:
-        gpus = cuda_devices()
-    except (ConfigError, CudaError) as error:
-        return [], str(error)
-    usable = [gpu for gpu in gpus if gpu.capability >= LEAST_CAPABILITY]
-    if usable:
-        return usable, f"{len(usable)} GPUs were found" if len(usable) > 1 else "a GPU was found"
-    least = ".".join(map(str, LEAST_CAPABILITY))
-    return [], f"no GPU has compute capability {least}" if gpus else "no GPU was found"
-
-
-def lacking_for_gpus() -> str:
-    """Which package keeps a worker from running on a GPU, in words; empty if none does. Imports none of them."""
-    torch = importlib.util.find_spec("torch")
-    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
-    if version and version.exists() and not re.search(r"^cuda\b.*=\s*['\"]", version.read_text("utf-8"), re.MULTILINE):
-        return "torch is installed without CUDA"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        return "cuda-bindings is not installed"
-    return ""
+def wanted(config: LaunchConfig) -> Wanted:
+    """The sizes that the settings ask for."""
+    return Wanted(
+        slots=0 if config.slots == "auto" else config.slots,
+        kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
+        demand_prefill=config.demand_tokens > 0,
+        max_step_tokens=config.chunked_prefill_size,
+        max_running=config.max_running_requests,
+    )
 
 
 def builtin_model() -> Path:
@@ -329,37 +246,6 @@ def builtin_model() -> Path:
     if not os.path.exists(cache_directory() / NAME):
         print(f"making the built-in model in {cache_directory()} (once)", file=sys.stderr, flush=True)
     return ensure_builtin()
-
-
-def plan_memory(config: LaunchConfig, model: Model, placement: Placement) -> Budget:
-    """What each worker will allocate: the banks are there once, everything else once per worker.
-
-    ConfigError, naming both numbers and the flag to turn, if it does not fit.
-    """
-    spec = model.spec
-    dtype = spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
-    record = record_layout(spec, dtype)
-    record_nbytes = record.record_nbytes if record else 0
-    wanted = Wanted(
-        slots=0 if config.slots == "auto" else config.slots,
-        kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
-        demand_prefill=config.demand_tokens > 0,
-        max_step_tokens=config.chunked_prefill_size,
-        max_running=config.max_running_requests,
-    )
-    available_nbytes = psutil.virtual_memory().available
-    if placement.gpus:
-        plan_banks(spec, record_nbytes, available_nbytes, config.workers)
-        least = min(placement.gpus, key=lambda gpu: gpu.free_nbytes)
-        name = f"cuda:{least.ordinal} {least.name}"
-        budget = plan_gpu(spec, dtype, record_nbytes, least.free_nbytes, wanted, name=name)
-    else:
-        bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
-        share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // config.workers
-        budget = plan(spec, dtype, record_nbytes, share_nbytes, wanted)
-    for note in budget.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return budget
 
 
 def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str) -> str:

@@ -1,6 +1,6 @@
 """How much memory a model takes, and how many slots and KV tokens fit: pure, no I/O.
 
-`launch.py` asks before it starts anything, the worker asks again when it allocates. On the host one memory holds
+`placement.py` asks before anything is started, the worker asks again when it allocates. On the host one memory holds
 everything (`plan`) and stands in for a GPU's: an automatic slot pool holds a quarter of all experts, so that offloading
 really happens. With GPUs there are two: host memory holds the banks (`plan_banks`), each GPU all else (`plan_gpu`), and
 an automatic pool takes what is left.

@@ -17,6 +17,7 @@ SHARED_BY_COPYENGINE = (
     "records",
     "checkpoint",
     "budget",
+    "placement",
     "protocol",
     "client",
     "ring",

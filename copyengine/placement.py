@@ -1,0 +1,126 @@
+"""Where the processes of a run go, and what each worker allocates there: decided before anything is started.
+
+`place` gives worker i GPU i and says what the copy engine is; `plan_memory` shares out what is free there
+(`copyengine.budget`). What this machine has is found in one place, `usable_gpus`, and only if GPUs are wanted.
+"""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from copyengine.budget import Budget, Wanted, plan, plan_banks, plan_gpu
+from copyengine.device.cuda_driver import CudaError
+from copyengine.device.probe import GpuFacts, cuda_devices
+from copyengine.model_spec import ModelSpec
+from copyengine.records import record_layout
+from copyengine.wire.errors import ConfigError
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+CopyEngineForm = Literal["process", "thread"]
+CopyEngineChoice = Literal["auto", "process", "thread"]
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which on a GPU has bfloat16."""
+
+
+class Placement(Struct, frozen=True):
+    """Where the processes of a run go."""
+
+    gpus: tuple[GpuFacts, ...]  # worker i's is gpus[i]; none on the host
+    copy_engine: CopyEngineForm
+    reason: str  # of the device, for people
+    copy_engine_reason: str = ""  # if it was not asked for
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the model runs."""
+        return "cuda" if self.gpus else "cpu"
+
+
+def place(device: DeviceChoice, copy_engine: CopyEngineChoice, workers: int) -> Placement:
+    """The devices and the copy engine that the settings want. ConfigError if the machine does not have them."""
+    found: list[GpuFacts] = []
+    reason = "as --device says"
+    if device != "cpu":
+        found, why = usable_gpus()
+        if device == "cuda" and not found:
+            raise ConfigError(f"--device cuda: {why}; use --device cpu")
+        if found and workers > len(found):
+            raise ConfigError(
+                f"--workers {workers}: each takes a GPU, and this machine has {len(found)} that can be used; "
+                f"use --workers {len(found)}, or --device cpu"
+            )
+        reason = reason if device == "cuda" else f"--device auto: {why}"
+    gpus = tuple(found[:workers])
+    form, because = place_copy_engine(copy_engine, workers, gpus)
+    return Placement(gpus, form, reason, because)
+
+
+def place_copy_engine(choice: CopyEngineChoice, workers: int, gpus: Sequence[GpuFacts]) -> tuple[CopyEngineForm, str]:
+    """What the copy engine is, and why if it was not asked for. ConfigError if it cannot be what was asked for."""
+    private = next((gpu for gpu in gpus if not gpu.ipc), None)
+    cause = f"GPU {private.ordinal} ({private.name}) cannot share its memory with other processes" if private else ""
+    if choice == "process" and private:
+        raise ConfigError(f"--copy-engine process: {cause}; use --copy-engine thread")
+    if choice == "process" or (choice == "auto" and not private):
+        return "process", ""
+    if workers > 1:
+        setting = f"{cause}, so that the copy engine has to be a thread; " if private else "--copy-engine thread "
+        raise ConfigError(
+            f"{setting}with --workers {workers}: every worker would hold all experts; "
+            f"use {'' if private else '--copy-engine process or '}--workers 1"
+        )
+    return "thread", cause if choice == "auto" else ""
+
+
+def usable_gpus() -> tuple[list[GpuFacts], str]:
+    """The GPUs that a worker can run on, and what was found, or why there are none."""
+    lacking = lacking_for_gpus()
+    if lacking:
+        return [], lacking
+    try:
+        gpus = cuda_devices()
+    except (ConfigError, CudaError) as error:
+        return [], str(error)
+    usable = [gpu for gpu in gpus if gpu.capability >= LEAST_CAPABILITY]
+    if usable:
+        return usable, f"{len(usable)} GPUs were found" if len(usable) > 1 else "a GPU was found"
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return [], f"no GPU has compute capability {least}" if gpus else "no GPU was found"
+
+
+def lacking_for_gpus() -> str:
+    """Which package keeps a worker from running on a GPU, in words; empty if none does. Imports none of them."""
+    torch = importlib.util.find_spec("torch")
+    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    if version and version.exists() and not re.search(r"^cuda\b.*=\s*['\"]", version.read_text("utf-8"), re.MULTILINE):
+        return "torch is installed without CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed"
+    return ""
+
+
+def plan_memory(
+    spec: ModelSpec, dtype: str, placement: Placement, workers: int, available_nbytes: int, wanted: Wanted
+) -> Budget:
+    """What each worker will allocate: the banks are there once, everything else once per worker.
+
+    `available_nbytes` is the host memory that is free now. ConfigError, naming both numbers and the flag to turn, if it
+    does not fit.
+    """
+    record = record_layout(spec, dtype)
+    record_nbytes = record.record_nbytes if record else 0
+    if placement.gpus:
+        plan_banks(spec, record_nbytes, available_nbytes, workers)
+        least = min(placement.gpus, key=lambda gpu: gpu.free_nbytes)
+        name = f"cuda:{least.ordinal} {least.name}"
+        return plan_gpu(spec, dtype, record_nbytes, least.free_nbytes, wanted, name=name)
+    bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
+    share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // workers
+    return plan(spec, dtype, record_nbytes, share_nbytes, wanted)
