@@ -26,7 +26,7 @@ def settings(count: int, generator: torch.Generator) -> RowSampling:
     return RowSampling(
         pick([0.0, 1.0, 0.7, 3.0, 1e-300, 1e9], torch.float64),
         pick([0, 0, 1, 2, 5, 20, 10**12], torch.int64),
-        pick([1.0, 0.9, 0.5, 0.013, 0.9999], torch.float64),
+        pick([1.0, 0.913, 0.4713, 0.0131, 0.9999], torch.float64),
         torch.randint(-(2**62), 2**62, (count,), generator=generator),
         torch.randint(0, 100_000, (count,), generator=generator),
     )
