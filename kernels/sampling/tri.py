@@ -400,7 +400,6 @@ def _draw(
             if count <= ROOM:
                 list_ptr = values_ptr
                 n = count
-            token = _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, u, TILE, WAYS)
-            if count <= ROOM:
-                token = tl.load(places_ptr + token)
+            place = _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, u, TILE, WAYS)
+            token = tl.where(count <= ROOM, tl.load(places_ptr + place, mask=count <= ROOM, other=0), place)
     tl.store(tokens_ptr + row, token.to(tl.int64))
