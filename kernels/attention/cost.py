@@ -44,22 +44,25 @@ def prefill_plan(
     For elements of `itemsize` bytes on a GPU whose programs may have `shared_nbytes` of shared memory.
     """
     pairs = rows * (heads // kv_heads)
-    tile = _prefill_tile(head_dim, itemsize, shared_nbytes)
-    splits = _prefill_splits(-(-pairs // tile.block_m) * kv_heads, length)
-    if splits > 1 and tile.block_m > 64:  # more programs, and registers for partial sums
-        tile = tile._replace(block_m=64)
-        splits = _prefill_splits(-(-pairs // tile.block_m) * kv_heads, length)
-    return tile, splits
+    whole, split = prefill_tiles(head_dim, itemsize, shared_nbytes)
+    if _prefill_splits(-(-pairs // whole.block_m) * kv_heads, length) > 1:
+        splits = _prefill_splits(-(-pairs // split.block_m) * kv_heads, length)
+        if splits > 1:
+            return split, splits
+    return whole, 1
 
 
-def _prefill_tile(head_dim: int, itemsize: int, shared_nbytes: int) -> Tile:
+def prefill_tiles(head_dim: int, itemsize: int, shared_nbytes: int) -> tuple[Tile, Tile]:
+    """For a context in one piece and for one in parts, whose programs are to be many and hold partial sums."""
     if itemsize == 4:
-        return Tile(32, 16, 32, 2, 8)
-    if shared_nbytes >= 200 * 1024:
-        return Tile(128, 64, 256, 3, 8)
-    if head_dim > 128:
-        return Tile(64, 32 if shared_nbytes >= 120 * 1024 else 16, 256, 5, 8)
-    return Tile(128, 32, 256, 5, 8)
+        whole = Tile(32, 16, 32, 2, 8)
+    elif shared_nbytes >= 200 * 1024:
+        whole = Tile(128, 64, 256, 3, 8)
+    elif head_dim > 128:
+        whole = Tile(64, 32 if shared_nbytes >= 120 * 1024 else 16, 256, 5, 8)
+    else:
+        whole = Tile(128, 32, 256, 5, 8)
+    return whole, whole._replace(block_m=min(whole.block_m, 64))
 
 
 def _prefill_splits(programs: int, length: int) -> int:

@@ -36,6 +36,8 @@ def attention(
     out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
+    if plan is None:
+        _launch_variants(q.device, q.dtype, heads, tuple(k_pages.shape[1:]))
     tile, splits = plan or cost.prefill_plan(
         rows, heads, kv_heads, head_dim, start + rows, q.element_size(), shared_nbytes(q.device)
     )
@@ -137,6 +139,21 @@ def store_kv(
         v.stride(1),
         **arguments,
     )
+
+
+@functools.cache
+def _launch_variants(device: torch.device, dtype: torch.dtype, heads: int, page: tuple[int, int, int]) -> None:
+    """Both kernels that chunks over such pages [page_tokens, kv_heads, D] may need, before the first chunk.
+
+    A first launch loads code, for which the driver may wait until the GPU has done all else: it must not come later, in
+    a step that waits for copies.
+    """
+    q = torch.zeros(1, heads, page[2], dtype=dtype, device=device)
+    pages = torch.zeros(1, *page, dtype=dtype, device=device)
+    table = torch.zeros(1, dtype=torch.int64, device=device)
+    whole, split = cost.prefill_tiles(page[2], q.element_size(), shared_nbytes(device))
+    for plan in ((whole, 1), (split, 2)):
+        attention(q, pages, pages, table, 0, 1.0, plan)
 
 
 @functools.cache
