@@ -5,16 +5,6 @@ import torch
 from kernels.rope import ref
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates each pair (x[i], x[i + D/2]) by its angle, in float32.
-
-    `x` is [T, heads, D], `cos` and `sin` are [T, D/2] float32; returns [T, heads, D] like x. ValueError for shapes or
-    types that do not fit together.
-    """
-    _expect_tables(x, cos, sin)
-    return ref.apply_rope(x, cos, sin)
-
-
 def norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -24,7 +14,9 @@ def norm_rope(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each head of q and k as `rms_norm` leaves it (where there is a weight), then turned as `apply_rope` does.
+    """Each head of q and k as `rms_norm` leaves it (where there is a weight), then turned.
+
+    Each pair (x[i], x[i + D/2]) of a head is rotated by its angle, in float32.
 
     `q` is [T, heads, D] and `k` [T, kv_heads, D], both views of what they are part of if need be; `q_weight` and
     `k_weight` are [D] like them, or None; `cos` and `sin` [T, D/2] float32. Returns new q and k, contiguous. On a CUDA

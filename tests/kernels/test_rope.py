@@ -1,4 +1,4 @@
-"""apply_rope and norm_rope against rotation in the complex plane, in complex128; the Triton kernel against both."""
+"""norm_rope against rotation in the complex plane, in complex128, and rms_norm; the Triton kernel against the same."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.norm import rms_norm
-from kernels.rope import apply_rope, norm_rope
+from kernels.rope import norm_rope
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,27 +50,16 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(0, 2, 4), (1, 1, 2), (3, 5, 6), (129, 2, 128)])
-def test_pairs_are_rotated_like_complex_numbers(dtype: torch.dtype, tokens: int, heads: int, head_dim: int) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
-    angles = torch.rand(tokens, head_dim // 2, generator=generator) * 100
-    out = apply_rope(x, angles.cos(), angles.sin())
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), turned(x, angles), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_heads_are_normalised_then_rotated(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    """Against float64, and against rms_norm and apply_rope one after the other."""
+    """Against float64, and against rms_norm first and the rotation alone after it."""
     case = Case(*shape, dtype, "cpu")
-    q, k = case.check(True, True)
-    cos, sin = case.angles.cos(), case.angles.sin()
-    assert torch.equal(q, apply_rope(rms_norm(case.q, case.q_weight, 1e-6), cos, sin))
-    assert torch.equal(k, apply_rope(rms_norm(case.k, case.k_weight, 1e-6), cos, sin))
+    outs = case.check(True, True)
     case.check(False, False)
     case.check(True, False)
+    q, k = rms_norm(case.q, case.q_weight, 1e-6), rms_norm(case.k, case.k_weight, 1e-6)
+    for ours, theirs in zip(outs, norm_rope(q, k, None, None, 1e-6, case.angles.cos(), case.angles.sin()), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +74,9 @@ def test_heads_are_normalised_then_rotated(dtype: torch.dtype, shape: tuple[int,
 def test_tables_that_do_not_fit_are_refused(x: tuple[int, ...], cos: tuple[int, ...], dtype: torch.dtype) -> None:
     """Against the docstring."""
     table = torch.zeros(cos, dtype=dtype)
-    with pytest.raises(ValueError, match="cos"):
-        apply_rope(torch.zeros(x), table, table)
-    with pytest.raises(ValueError, match="cos"):
-        norm_rope(torch.zeros(3, 2, 8), torch.zeros(x), None, None, 1e-6, table, table)
+    for q, k in ((torch.zeros(x), torch.zeros(3, 2, 8)), (torch.zeros(3, 2, 8), torch.zeros(x))):
+        with pytest.raises(ValueError, match="cos"):
+            norm_rope(q, k, None, None, 1e-6, table, table)
 
 
 def test_q_k_and_weights_that_do_not_fit_are_refused() -> None:
