@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from copyengine.device import Bank, Memory, Run, Stream
+from copyengine.device import Bank, CopyDevice, Memory, Run, Stream
 from copyengine.device.host import HostCopyDevice
 from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, SlotstreamError
 from kernels.formats import RecordLayout, layout
@@ -112,18 +112,21 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
             assert counters["demand"].records + counters["stream"].records == misses
 
 
-class FailingCopies(HostCopyDevice):
-    """Fails the copies of its n-th call from `fail_at` on, once."""
+class FailingCopies:
+    """Another device's copies, of which the one that `fail_at` counts down to fails."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: CopyDevice) -> None:
+        self._device = device
+        self.bank_threads = device.bank_threads
+        self.allocate_bank, self.open, self.close = device.allocate_bank, device.open, device.close
+        self.write_flag, self.mark, self.is_done = device.write_flag, device.mark, device.is_done
         self.fail_at = 0
 
     def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
         self.fail_at -= 1
         if self.fail_at == 0:
             raise CopyFailed("the link is cut")
-        super().copy(stream, source, target, runs)
+        self._device.copy(stream, source, target, runs)
 
 
 def failed_copies(copies: FailingCopies, place: Place) -> None:
@@ -199,7 +202,7 @@ def _error(rig: Rig, mode: Mode, given: Sequence[Routing]) -> SlotstreamError | 
 def main() -> None:
     """All that a CPU can do; the deadline is the device's, and on a CPU the wait itself has none."""
     random_histories(hosted(), range(6))
-    copies = FailingCopies()
+    copies = FailingCopies(HostCopyDevice())
     failed_copies(copies, hosted(copies))
     released(hosted())
 

@@ -48,6 +48,14 @@ def test_random_histories_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_a_failed_copy_ends_its_step_on_a_gpu() -> None:
+    from copyengine.device.cuda import CudaCopyDevice
+
+    copies = checks.FailingCopies(CudaCopyDevice(local=True))
+    checks.failed_copies(copies, on_gpu(lambda: copies))
+
+
+@pytest.mark.gpu
 def test_a_release_ends_the_steps_on_a_gpu() -> None:
     checks.released(on_gpu())
 
