@@ -5,8 +5,9 @@ Copies are DMA and never kernels: a copy kernel in this process takes 17-49 % fr
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from copyengine.device import STREAMS, Bank, Memory, OnBytes, Run, Stream
@@ -96,9 +97,9 @@ class CudaCopyDevice:
 
     def allocate_bank(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Bank:
         """See CopyDevice."""
-        self._enter(self._link_of(self._driver.device(self._ordinal)))
+        enter = partial(self._enter, self._link_of(self._driver.device(self._ordinal)))
         try:
-            bank = self._pin(nbytes)
+            bank = self._pin(enter, nbytes)
         except (CudaError, OSError) as error:
             raise ConfigError(
                 f"cannot pin {nbytes} bytes of host memory ({label}): {error}; free memory or serve a smaller model"
@@ -140,10 +141,10 @@ class CudaCopyDevice:
                 link.close()
         self._entered = threading.local()
 
-    def _pin(self, nbytes: int) -> PinnedBank:
+    def _pin(self, enter: Callable[[], None], nbytes: int) -> PinnedBank:
         if REGISTER_BANKS:
-            return register_pinned(self._driver, nbytes, TOUCH_THREADS)
-        return allocate_pinned(self._driver, nbytes)
+            return register_pinned(self._driver, enter, nbytes, TOUCH_THREADS)
+        return allocate_pinned(self._driver, enter, nbytes)
 
     def _map(self, handle: MemoryHandle) -> int:
         try:

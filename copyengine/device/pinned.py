@@ -38,17 +38,18 @@ class PinnedBank:
         free()
 
 
-def allocate_pinned(driver: Driver, nbytes: int) -> PinnedBank:
-    """From the driver, in the calling thread's context. CudaError if there is not that much."""
+def allocate_pinned(driver: Driver, enter: Callable[[], None], nbytes: int) -> PinnedBank:
+    """From the driver, in the context that `enter` enters. CudaError if there is not that much."""
+    enter()
     address = driver.allocate_host(nbytes)
     array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    return PinnedBank(address, nbytes, array, partial(driver.free_host, address))
+    return PinnedBank(address, nbytes, array, partial(_free_in, enter, driver.free_host, address))
 
 
-def register_pinned(driver: Driver, nbytes: int, threads: int) -> PinnedBank:
-    """From the system, by `threads` threads, then registered in the calling thread's context.
+def register_pinned(driver: Driver, enter: Callable[[], None], nbytes: int, threads: int) -> PinnedBank:
+    """From the system, by `threads` threads, then registered in the context that `enter` makes its caller's.
 
-    CudaError, OSError if there is not that much.
+    Whatever thread closes the bank enters it as well. CudaError, OSError if there is not that much.
     """
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     mapping = _private_mapping(whole)
@@ -56,8 +57,15 @@ def register_pinned(driver: Driver, nbytes: int, threads: int) -> PinnedBank:
     parts = [pages[start : start + TOUCH_NBYTES : mmap.PAGESIZE] for start in range(0, whole, TOUCH_NBYTES)]
     run_all([partial(part.fill, 0) for part in parts], threads, "bank-pages")
     address = pages.ctypes.data
+    enter()
     driver.register_host(address, whole)
-    return PinnedBank(address, nbytes, pages[:nbytes], partial(driver.unregister_host, address))
+    return PinnedBank(address, nbytes, pages[:nbytes], partial(_free_in, enter, driver.unregister_host, address))
+
+
+def _free_in(enter: Callable[[], None], free: Callable[[int], None], address: int) -> None:
+    """The thread that closes a bank may have no context, or that of another GPU."""
+    enter()
+    free(address)
 
 
 def _private_mapping(nbytes: int) -> mmap.mmap:

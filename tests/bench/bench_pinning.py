@@ -21,7 +21,7 @@ from copyengine.device.pinned import PinnedBank, allocate_pinned, register_pinne
 from tests.bench.report import conditions, output, table
 
 BANK_NBYTES = 512 * 2_764_800
-Pin = Callable[[Driver, int], PinnedBank]
+Pin = Callable[[Gpu, int], PinnedBank]
 
 
 class Times(Struct, frozen=True):
@@ -67,30 +67,29 @@ def ways() -> list[tuple[str, Pin, int]]:
     touched = {threads: partial(register, threads) for threads in (1, 8)}
     return [
         ("first pass: registered, 8 threads touch", touched[8], 1),
-        *(("by the driver", allocate_pinned, threads) for threads in (1, 2, 4, 8)),
+        *(("by the driver", allocate, threads) for threads in (1, 2, 4, 8)),
         *(("registered, 8 threads touch", touched[8], threads) for threads in (1, 2, 4)),
         ("registered, 1 thread touches", touched[1], 8),
-        ("by the driver, again", allocate_pinned, 1),
+        ("by the driver, again", allocate, 1),
     ]
 
 
-def register(touch: int, driver: Driver, nbytes: int) -> PinnedBank:
+def allocate(gpu: Gpu, nbytes: int) -> PinnedBank:
+    """By the driver."""
+    return allocate_pinned(gpu.driver, gpu.enter, nbytes)
+
+
+def register(touch: int, gpu: Gpu, nbytes: int) -> PinnedBank:
     """With so many threads for the pages."""
-    return register_pinned(driver, nbytes, touch)
+    return register_pinned(gpu.driver, gpu.enter, nbytes, touch)
 
 
 def measure(gpu: Gpu, pin: Pin, banks: int, threads: int) -> Times:
     """Pin `banks` banks, `threads` of them at a time, copy each to the GPU, free them."""
-    driver = gpu.driver
-
-    def one() -> PinnedBank:
-        gpu.enter()
-        return pin(driver, BANK_NBYTES)
-
     start = time.perf_counter()
-    pinned = run_all([one] * banks, threads, "bank")
+    pinned = run_all([partial(pin, gpu, BANK_NBYTES)] * banks, threads, "bank")
     pin_s = time.perf_counter() - start
-    copy_s = copy_all(driver, pinned)
+    copy_s = copy_all(gpu.driver, pinned)
     start = time.perf_counter()
     for bank in pinned:
         bank.close()

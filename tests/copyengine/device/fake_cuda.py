@@ -1,9 +1,9 @@
 """A CUDA driver in Python, with the functions of `cuda.bindings.driver` that we call: memory is real, GPUs are not.
 
 Made for looking at what is done with it: every resource is counted until it is freed, a call without a current context
-fails, streams can be held so that what they were given waits, and any call can be told to fail. Several FakeCuda on one
-FakeMachine are several processes. Streams write and copy when they are given work, or when `go_on` is called after
-`hold`.
+fails, one that frees something too, streams can be held so that what they were given waits, and any call can be told to
+fail. Several FakeCuda on one FakeMachine are several processes. Streams write and copy when they are given work, or
+when `go_on` is called after `hold`.
 """
 
 import ctypes
@@ -236,10 +236,12 @@ class FakeCuda:
         return self._free("host memory", address)
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
+        self._gpu()
         self.live["registration"] += 1
         return (OK if flags & 1 and not address % 4096 and not nbytes % 4096 else INVALID,)
 
     def cuMemHostUnregister(self, address: int) -> Any:
+        self._gpu()
         self.live["registration"] -= 1
         return (OK,)
 
@@ -282,6 +284,7 @@ class FakeCuda:
         return OK, self.streams[-1]
 
     def cuStreamDestroy(self, stream: Stream) -> Any:
+        self._gpu()
         self.streams.remove(stream)
         self.live["stream"] -= 1
         return (OK,)
@@ -292,6 +295,7 @@ class FakeCuda:
         return OK, next(self.events)
 
     def cuEventDestroy(self, event: int) -> Any:
+        self._gpu()
         self.live["event"] -= 1
         return (OK,)
 
@@ -352,6 +356,7 @@ class FakeCuda:
     def _gpu(self) -> int:
         """The current context's."""
         assert hasattr(self.thread, "gpu"), "no context is current"
+        assert self.live[f"context {self.thread.gpu}"] > 0, "the current context is gone"
         return int(self.thread.gpu)
 
     def _allocate(self, what: str, gpu: int, nbytes: int) -> Any:
@@ -362,6 +367,7 @@ class FakeCuda:
         return OK, address
 
     def _free(self, what: str, address: int) -> Any:
+        self._gpu()
         assert address in self.machine.buffers, "freed twice, or not the start of an allocation"
         del self.machine.buffers[address]
         self.live[what] -= 1

@@ -5,6 +5,7 @@ Against a GPU: tests/copyengine/test_cuda.py.
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from copyengine.device import LANDED, Bank, Run
 from copyengine.device import cuda as cuda_module
 from copyengine.device.cuda import BATCH_RUN_NBYTES, BATCH_RUNS, CudaCopyDevice, CudaMemory
 from copyengine.device.cuda_driver import CudaError
+from copyengine.device.cuda_gpu import Gpu
 from copyengine.device.cuda_worker import CudaWorkerDevice, DeviceMemory
 from copyengine.device.host import create_segment
 from copyengine.device.pinned import register_pinned
@@ -225,14 +227,32 @@ def test_a_bank_is_freed_if_nobody_wants_it_any_more(
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 << 20])
 def test_a_registered_bank_has_exactly_its_bytes(rig: Rig, nbytes: int) -> None:
     """Zeroed, at its address, pinned in whole pages; views outlive it."""
-    driver = rig.cuda.driver()
-    bank = register_pinned(driver, nbytes, 3)
+    gpu = Gpu(rig.cuda.driver(), 0)
+    bank = register_pinned(gpu.driver, gpu.enter, nbytes, 3)
     assert bank.array.shape == (nbytes,) == (bank.nbytes,) and not bank.array.any()
     assert bank.array.ctypes.data == bank.address and rig.cuda.live["registration"] == 1
     view = bank.array[-1:]
     view[0] = 9
     bank.close()
     assert view.tolist() == [9] and bank.array.size == 0 and not rig.cuda.live["registration"]
+    gpu.close()
+
+
+def test_any_thread_may_close_a_bank(rig: Rig) -> None:
+    """One without a context, as the event loop's: the fake driver refuses to unpin there. And one that is on another
+    GPU, which goes on there."""
+    one, two = (rig.device.allocate_bank("run", "bank", 8) for _ in range(2))
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(one.close).result(10)
+    assert rig.cuda.live["registration"] == 1
+    pool = rig.workers[1].allocate(8)
+    theirs = rig.device.open(pool.handle)
+    two.close()
+    assert not rig.cuda.live["registration"] and rig.cuda.thread.gpu == 0
+    rig.device.write_flag("demand", theirs, 1, LANDED)
+    assert rig.cuda.thread.gpu == 1 and content(pool, rig.workers[1]) == [0, LANDED]
+    theirs.close()
+    pool.close()
 
 
 def test_no_such_gpu_is_a_config_error() -> None:
