@@ -5,7 +5,7 @@ Copies are DMA and never kernels: a copy kernel in this process takes 17-49 % fr
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from copyengine.device import STREAMS, Bank, Memory, OnBytes, Run, Stream
 from copyengine.device.cuda_driver import CudaError, Driver, load_driver
 from copyengine.device.cuda_gpu import Gpu, check_ordinal
-from copyengine.device.pinned import PinnedBank, allocate_pinned, register_pinned
+from copyengine.device.pinned import PinnedBank, register_pinned
 from copyengine.protocol import MemoryHandle
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, WireError
 
@@ -26,7 +26,6 @@ BATCH_RUN_NBYTES = 256 << 10
 """Shorter runs beside longer ones make a batch wait for its own end, silently."""
 
 BANK_THREADS = 2
-REGISTER_BANKS = True
 TOUCH_THREADS = 8
 """How banks are pinned: 27 GB/s like this, 2.0-2.7 by cuMemHostAlloc, copied equally fast from (H200, 16 cores,
 2026-11, tests/bench/results/nvidia-h200_202611_pinning.md)."""
@@ -99,7 +98,7 @@ class CudaCopyDevice:
         """See CopyDevice."""
         enter = partial(self._enter, self._link_of(self._driver.device(self._ordinal)))
         try:
-            bank = self._pin(enter, nbytes)
+            bank = register_pinned(self._driver, enter, nbytes, TOUCH_THREADS)
         except (CudaError, OSError) as error:
             raise ConfigError(
                 f"cannot pin {nbytes} bytes of host memory ({label}): {error}; free memory or serve a smaller model"
@@ -140,11 +139,6 @@ class CudaCopyDevice:
                 _, link = self._links.popitem()
                 link.close()
         self._entered = threading.local()
-
-    def _pin(self, enter: Callable[[], None], nbytes: int) -> PinnedBank:
-        if REGISTER_BANKS:
-            return register_pinned(self._driver, enter, nbytes, TOUCH_THREADS)
-        return allocate_pinned(self._driver, enter, nbytes)
 
     def _map(self, handle: MemoryHandle) -> int:
         try:

@@ -1,10 +1,9 @@
 """Host memory that GPUs copy from: pinned, of exactly the size asked for, known to all contexts.
 
-Two ways to get it. The driver allocates and pins in one call; or pages are taken from the system, huge where it has
-them, and then registered. tests/bench/bench_pinning.py measures both.
+Pages are taken from the system, huge where it has them, and then registered: that the driver allocates and pins them in
+one call takes ten times as long (tests/bench/bench_pinning.py measures both).
 """
 
-import ctypes
 import mmap
 import sys
 from collections.abc import Callable
@@ -36,14 +35,6 @@ class PinnedBank:
         free, self._free = self._free, None
         self.array, self.nbytes = np.empty(0, np.uint8), 0
         free()
-
-
-def allocate_pinned(driver: Driver, enter: Callable[[], None], nbytes: int) -> PinnedBank:
-    """From the driver, in the context that `enter` enters. CudaError if there is not that much."""
-    enter()
-    address = driver.allocate_host(nbytes)
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    return PinnedBank(address, nbytes, array, partial(_free_in, enter, driver.free_host, address))
 
 
 def register_pinned(driver: Driver, enter: Callable[[], None], nbytes: int, threads: int) -> PinnedBank:

@@ -2,22 +2,25 @@
 
 `python -m tests.bench.bench_pinning [--gb 8]` from the repository's root, on a machine with a GPU. A bank is one layer
 of Qwen3.8-Flash-Next. What a virtual machine gives out for the first time is slow, whoever asks for it, so a pass over
-all of it comes first. REGISTER_BANKS, BANK_THREADS and TOUCH_THREADS of copyengine/device/cuda.py follow from this.
+all of it comes first. BANK_THREADS and TOUCH_THREADS of copyengine/device/cuda.py follow from this, and
+that banks are registered.
 """
 
 import argparse
+import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from msgspec import Struct
 
 from copyengine.checkpoint.parallel import run_all
 from copyengine.device.cuda_driver import Driver, load_driver
 from copyengine.device.cuda_gpu import Gpu
-from copyengine.device.pinned import PinnedBank, allocate_pinned, register_pinned
+from copyengine.device.pinned import PinnedBank, register_pinned
 from tests.bench.report import conditions, output, table
 
 BANK_NBYTES = 512 * 2_764_800
@@ -75,8 +78,11 @@ def ways() -> list[tuple[str, Pin, int]]:
 
 
 def allocate(gpu: Gpu, nbytes: int) -> PinnedBank:
-    """By the driver."""
-    return allocate_pinned(gpu.driver, gpu.enter, nbytes)
+    """By the driver, in one call."""
+    gpu.enter()
+    address = gpu.driver.allocate_host(nbytes)
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+    return PinnedBank(address, nbytes, array, partial(gpu.driver.free_host, address))
 
 
 def register(touch: int, gpu: Gpu, nbytes: int) -> PinnedBank:
