@@ -31,7 +31,7 @@ DETACH_S = 2.0
 """Seconds that a worker's copies in flight may take to end before it is detached without them."""
 
 STOP_S = 4.0
-"""Seconds that `stop` waits for the thread. The process ends without it."""
+"""Seconds that `stop` waits for the thread, and the thread for all copies in flight. The process ends without them."""
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,10 @@ class Copier:
         self._malformed = 0
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        self._left: list[Any] = []  # marks of workers that were detached without them
         self._stopping = False
+        self._stop_by = 0.0  # on the monotonic clock
+        self._settled = True
         self._asleep = False
         self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
 
@@ -116,13 +119,15 @@ class Copier:
     def stop(self) -> bool:
         """End the thread, if it was started, and unmap all workers' memory; queries not copied get FAILED flags.
 
-        That includes what lies in the rings unread. False if the thread has not ended STOP_S later.
+        That includes what lies in the rings unread. False if the thread has not ended STOP_S later, or has left copies
+        in flight, or ended by an error: then the banks may still be copied from.
         """
+        self._stop_by = time.monotonic() + STOP_S
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and self._settled
 
     def wake(self) -> None:
         """Poll the rings for at least `spin_us` from now on."""
@@ -163,11 +168,13 @@ class Copier:
     # Below: the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._settled = False
         try:
             self._loop()
             self._answer_calls()
             for worker in list(self._attached):
-                self._detach(worker)
+                self._detach(worker, self._stop_by)
+            self._settled = self._settle_all(self._stop_by)
         except Exception:
             log.exception("the copy loop failed")
             self._on_death()
@@ -302,7 +309,8 @@ class Copier:
         stream: Stream = "demand" if query.kind == "demand" else "background"
         self._device.write_flag(stream, attachment.flags, query.flag, FAILED)
 
-    def _detach(self, worker: str) -> None:
+    def _detach(self, worker: str, end: float | None = None) -> None:
+        """Waits for its copies in flight until `end` on the monotonic clock; for DETACH_S if that is not given."""
         attachment = self._attached.get(worker)
         if attachment is None:
             return
@@ -310,25 +318,40 @@ class Copier:
             pass
         for query in self._arbiter.drop_worker(worker):
             self._fail(attachment, query)
-        ended = self._settle(attachment)
+        start = time.monotonic()
+        ended = self._settle(attachment, start + DETACH_S if end is None else end)
         del self._attached[worker]
         self._share_links()
         if ended:
             attachment.close()
         else:
-            log.error("copies for worker %s have not ended within %g s; its memory stays mapped", worker, DETACH_S)
+            waited = time.monotonic() - start
+            log.error("copies for worker %s have not ended within %.2f s; its memory stays mapped", worker, waited)
 
-    def _settle(self, attachment: Attachment) -> bool:
-        """Wait until none of its copies and flag writes is in flight, for DETACH_S at most; whether that is so."""
+    def _settle(self, attachment: Attachment, end: float) -> bool:
+        """Wait until none of its copies and flag writes is in flight, or `end` passes; whether that is so."""
         start = time.monotonic()
         marks = [token for stream in STREAMS if (token := self._device.mark(stream, attachment.pool)) is not None]
         while marks or self._arbiter.in_flight(attachment.worker):
             marks = [token for token in marks if not self._is_over(token)]
-            waited = time.monotonic() - start
-            if waited > DETACH_S:
+            now = time.monotonic()
+            if now > end:
+                self._left += marks
                 return False
             if not self._retire():
-                nap(waited)
+                nap(now - start)
+        return True
+
+    def _settle_all(self, end: float) -> bool:
+        """The same for all workers that were detached without it."""
+        start = now = time.monotonic()
+        while self._left or any(self._issued.values()):
+            self._left = [token for token in self._left if not self._is_over(token)]
+            if not self._retire():
+                if now > end:
+                    return False
+                nap(now - start)
+            now = time.monotonic()
         return True
 
     def _is_over(self, token: Any) -> bool:

@@ -61,15 +61,16 @@ class BankLoader:
                 await tell(told)
         return task.result()
 
-    async def close(self) -> bool:
-        """Stop a load that runs, free the banks. False if the load has not stopped STOP_S later."""
+    async def close(self, free_banks: bool = True) -> bool:
+        """Stop a load that runs; free the banks, unless they are to be kept. False if the load has not stopped STOP_S
+        later."""
         self._meter.stopping = True
         if self._task is not None and not self._task.done():
             _, running = await asyncio.wait({self._task}, timeout=STOP_S)
             if running:
                 log.error("the load has not stopped within %g s: a read may be stuck", STOP_S)
                 return False
-        if self.banks is not None:
+        if free_banks and self.banks is not None:
             self.banks.close()
             self.banks = None
         return True

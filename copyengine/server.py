@@ -78,11 +78,12 @@ class CopyEngineServer:
     async def close(self) -> bool:
         """Close the socket and free all memory, also after a `run` that was cancelled or never began.
 
-        False if a copy or a read is stuck and its thread was left behind.
+        False if a copy or a read is stuck. Then its thread and, after a copy, the banks, which the copy may still read,
+        are left behind, and the process must end at once.
         """
         await self._rpc.close()
-        copier_ended = await asyncio.to_thread(self._copier.stop)
-        if not (await self._loader.close() and copier_ended):
+        settled = await asyncio.to_thread(self._copier.stop)
+        if not (await self._loader.close(free_banks=settled) and settled):
             return False
         await asyncio.to_thread(self._device.close)
         return True

@@ -539,6 +539,42 @@ def test_stop_does_not_wait_for_a_stuck_copy(
     until(copier.stop)
 
 
+@pytest.mark.parametrize("before", ["attached", "detached"])
+def test_stop_says_that_copies_are_in_flight(
+    copier: Copier, device: Device, worker: Worker, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """Those of two workers, which the thread waits for together, or of one that was detached without them: it ends on
+    its own, and the banks may be freed all the same only once they are over."""
+    monkeypatch.setattr("copyengine.copier.STOP_S", 0.1)
+    monkeypatch.setattr("copyengine.copier.DETACH_S", 0.01 if before == "detached" else 1000)
+    other = Worker("other")
+    device.token, device.done = "in flight", lambda: False
+    for one in (worker, other):
+        one.put(0, "demand", (0,))
+        copier.attach(one.attachment).result(10)
+    until(lambda: len(device.order) == 2)
+    if before == "detached":
+        for name in ("w", "other"):
+            copier.detach(name).result(10)
+    assert not copier.stop()
+    copier._thread.join(10)
+    assert not copier._thread.is_alive() and not copier.stop()
+    other.close()
+
+
+def test_stop_waits_for_copies_of_workers_that_are_detached(
+    copier: Copier, device: Device, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("copyengine.copier.DETACH_S", 0.01)
+    device.token, device.done = "in flight", lambda: False
+    worker.put(0, "demand", (0,))
+    copier.attach(worker.attachment).result(10)
+    until(lambda: device.order == [0])
+    copier.detach("w").result(10)
+    threading.Timer(0.05, lambda: setattr(device, "done", lambda: True)).start()
+    assert copier.stop()
+
+
 def test_a_second_attach_replaces_the_first(copier: Copier, worker: Worker) -> None:
     second = Worker()
     copier.attach(worker.attachment).result(10)
@@ -588,4 +624,4 @@ def test_a_bug_in_the_loop_is_told(worker: Worker, caplog: pytest.LogCaptureFixt
     worker.put(0, "demand", (0,))
     copier.attach(worker.attachment).result(10)
     assert dead.wait(10) and "the copy loop failed" in caplog.text
-    copier.stop()
+    assert not copier.stop()  # nobody knows what is in flight

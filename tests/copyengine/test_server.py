@@ -417,8 +417,26 @@ def test_the_end_of_the_copy_loop_ends_the_server(model: str, caplog: pytest.Log
         server._copier.wake()
         with pytest.raises(PeerDied, match="copy loop"):
             await running
-        await server.close()
+        assert not await server.close()
         context.term()
+
+    run(test(), "selector")
+
+
+def test_banks_that_may_be_copied_from_are_not_freed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the file's records, after a close with a copy in flight; it says so, and the process is to end."""
+
+    async def test() -> None:
+        async with engine() as (server, client):
+            await client.load(model, "bfloat16")
+            banks = server._loader.banks
+            assert banks is not None
+            stop = server._copier.stop
+            monkeypatch.setattr(server._copier, "stop", lambda: False)
+            assert not await server.close()
+            for bank, records in zip(banks.records, expected_records(model), strict=True):
+                assert np.array_equal(bank, records)
+            monkeypatch.setattr(server._copier, "stop", stop)
 
     run(test(), "selector")
 
