@@ -10,6 +10,7 @@ import math
 
 from msgspec import Struct
 
+from copyengine import gpu_limits
 from copyengine.checkpoint.tensors import dense_tensors
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import MAX_QUERY
@@ -98,8 +99,10 @@ def plan_gpu(
 ) -> Budget:
     """`plan` for a GPU of which `free_nbytes` are free, `reserve_nbytes` of them to stay so. The banks are elsewhere.
 
-    `name` is the GPU's, for messages. ConfigError also for activations that no GPU kernel has.
+    `name` is the GPU's, for messages. ConfigError also for activations that no GPU kernel has, and for a model or slots
+    beyond what the kernels take (`gpu_limits`).
     """
+    gpu_limits.check_model(spec)
     if spec.expert_format and dtype != "bfloat16":
         raise ConfigError(f"--dtype {dtype}: {spec.expert_format} experts need --dtype bfloat16 on a GPU")
     return _plan(spec, dtype, record_nbytes, free_nbytes, wanted, _Place("cuda", f"memory of {name}", reserve_nbytes))
@@ -190,7 +193,8 @@ def _slots(spec: ModelSpec, wanted: Wanted, fitting: int, place: _Place, notes: 
     if wanted.slots and not experts:
         raise ConfigError(f"--slots {wanted.slots}: a dense model has no experts to hold; leave --slots out")
     if not wanted.slots:
-        most = experts if place.device == "cuda" else math.ceil(experts / AUTO_SLOT_SHARE)
+        on_gpu = place.device == "cuda"
+        most = min(experts, gpu_limits.MAX_SLOTS) if on_gpu else math.ceil(experts / AUTO_SLOT_SHARE)
         return max(least, min(most, fitting))
     if wanted.slots < least:
         fix = f"use --slots {least} or more"
@@ -198,6 +202,8 @@ def _slots(spec: ModelSpec, wanted: Wanted, fitting: int, place: _Place, notes: 
             fix += f", or --demand-tokens 0 with --slots {least_slots(spec, False)} or more"
         what = "a demand chunk needs" if wanted.demand_prefill else "one token needs"
         raise ConfigError(f"--slots {wanted.slots} is too few: {what} {least} slots of a layer's experts; {fix}")
+    if place.device == "cuda":
+        gpu_limits.check_slots(wanted.slots, experts)
     if wanted.slots > experts:
         notes.append(f"--slots {wanted.slots} is more than the model's {experts} experts: {experts} are taken")
     return min(wanted.slots, experts)

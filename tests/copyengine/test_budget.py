@@ -20,6 +20,7 @@ from copyengine.budget import (
 )
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
+from copyengine.gpu_limits import MAX_SLOTS
 from copyengine.model_spec import ModelSpec
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
@@ -249,9 +250,29 @@ def test_the_rules_hold_for_every_budget(
         assert budget.slots == budget.stream_slots == 0
 
 
+def test_a_gpu_gets_no_more_slots_than_its_kernels_take() -> None:
+    """Auto stops there; a larger --slots is refused, unless the model's experts are fewer. On the host none is."""
+    spec, free = spec_of(4096, 2, msgspec.structs.replace(TINY, layers=9)), 100 * GB  # 36,864 experts
+    record = record_of(spec)
+    for asked in (0, MAX_SLOTS - 1, MAX_SLOTS):
+        assert plan_gpu(spec, "bfloat16", record, free, Wanted(slots=asked)).slots == (asked or MAX_SLOTS)
+    for asked in (MAX_SLOTS + 1, 36_864, 10**9):
+        with pytest.raises(ConfigError, match=rf"--slots {asked} .*{MAX_SLOTS}"):
+            plan_gpu(spec, "bfloat16", record, free, Wanted(slots=asked))
+    assert plan(spec, "bfloat16", record, free, Wanted(slots=36_864)).slots == 36_864
+    assert plan_gpu(spec_of(8, 2), "bfloat16", record, free, Wanted(slots=MAX_SLOTS + 1)).slots == 16
+
+
+def test_a_model_beyond_the_kernels_is_refused_on_a_gpu_alone() -> None:
+    spec = spec_of(4097, 2)
+    assert plan(spec, "bfloat16", record_of(spec), GB, Wanted()).slots
+    with pytest.raises(ConfigError, match=r"4,097.*4,096.*--device cpu"):
+        plan_gpu(spec, "bfloat16", record_of(spec), 10 * GB, Wanted())
+
+
 @given(
     experts=st.integers(0, 600),
-    per_token=st.integers(1, 600),
+    per_token=st.integers(1, 33),
     free=st.integers(0, 20_000_000),
     slots=st.just(0) | st.integers(1, 2000),
     kv_tokens=st.just(0) | st.integers(1, 100_000),

@@ -1,0 +1,55 @@
+"""What the kernels can take on a GPU, to refuse a model before anything is started: pure, and without torch.
+
+Each number is a kernel package's own, which this module may not import; tests/copyengine/test_gpu_limits.py holds them
+together.
+"""
+
+from copyengine.model_spec import ModelSpec
+from copyengine.wire.errors import ConfigError
+
+MAX_SLOTS = 32_768
+"""S, of kernels.admit."""
+
+MAX_EXPERTS = 4_096
+"""E, of kernels.admit, kernels.moe_align and kernels.topk_route."""
+
+MAX_EXPERTS_PER_TOKEN = 32
+"""K, of kernels.topk_route."""
+
+MAX_VOCAB = 1_048_576
+"""V, of kernels.sampling."""
+
+MAX_HIDDEN = 16_384
+"""H, of kernels.norm."""
+
+MAX_HEAD_DIM = 256
+MAX_HEADS_PER_KV_HEAD = 32
+"""Of kernels.attention."""
+
+
+def check_model(spec: ModelSpec) -> None:
+    """ConfigError, naming both numbers, if `spec` has something of which the kernels take less."""
+    attentions = [layer.attention for layer in spec.layers]
+    sizes = {
+        "vocabulary": (spec.vocab_size, MAX_VOCAB),
+        "hidden size": (spec.hidden, MAX_HIDDEN),
+        "head_dim": (max(a.head_dim for a in attentions), MAX_HEAD_DIM),
+        "heads per kv head": (max(a.heads // a.kv_heads for a in attentions), MAX_HEADS_PER_KV_HEAD),
+    }
+    if spec.moe:
+        sizes["experts of a layer"] = spec.moe.experts, MAX_EXPERTS
+        sizes["experts per token"] = spec.moe.experts_per_token, MAX_EXPERTS_PER_TOKEN
+    for what, (size, most) in sizes.items():
+        if size > most:
+            raise ConfigError(f"--model: its {what}: {size:,}, and a GPU takes {most:,} at most; use --device cpu")
+
+
+def check_slots(slots: int, experts: int) -> None:
+    """ConfigError, naming both numbers, if `slots` are too many for the kernels.
+
+    A pool has no more than the model's `experts`, whatever was asked for.
+    """
+    if min(slots, experts) > MAX_SLOTS:
+        raise ConfigError(
+            f"--slots {slots} is more than a GPU takes, {MAX_SLOTS}: use --slots {MAX_SLOTS} or less, or --device cpu"
+        )
