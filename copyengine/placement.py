@@ -1,7 +1,8 @@
 """Where the processes of a run go, and what each worker allocates there: decided before anything is started.
 
-`place` gives worker i GPU i and says what the copy engine is; `plan_memory` shares out what is free there
-(`copyengine.budget`). What this machine has is found in one place, `usable_gpus`, and only if GPUs are wanted.
+`place` gives worker i the i-th GPU that can be used and says what the copy engine is; `plan_memory` shares out what is
+free there (`copyengine.budget`). What this machine has is found in one place, `usable_gpus`, and only if GPUs are
+wanted.
 """
 
 import importlib.util
@@ -14,7 +15,7 @@ from msgspec import Struct
 
 from copyengine.budget import Budget, Wanted, plan, plan_banks, plan_gpu
 from copyengine.device.cuda_driver import CudaError
-from copyengine.device.probe import GpuFacts, cuda_devices
+from copyengine.device.probe import GpuFacts, find_gpus
 from copyengine.model_spec import ModelSpec
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
@@ -46,15 +47,15 @@ def place(device: DeviceChoice, copy_engine: CopyEngineChoice, workers: int) -> 
     found: list[GpuFacts] = []
     reason = "as --device says"
     if device != "cpu":
-        found, why = usable_gpus()
+        found, why, left_out = usable_gpus()
         if device == "cuda" and not found:
             raise ConfigError(f"--device cuda: {why}; use --device cpu")
         if found and workers > len(found):
             raise ConfigError(
                 f"--workers {workers}: each takes a GPU, and this machine has {len(found)} that can be used; "
-                f"use --workers {len(found)}, or --device cpu"
+                f"use --workers {len(found)}, or --device cpu{left_out}"
             )
-        reason = reason if device == "cuda" else f"--device auto: {why}"
+        reason = (reason if device == "cuda" else f"--device auto: {why}") + left_out
     gpus = tuple(found[:workers])
     form, because = place_copy_engine(copy_engine, workers, gpus)
     return Placement(gpus, form, reason, because)
@@ -77,20 +78,29 @@ def place_copy_engine(choice: CopyEngineChoice, workers: int, gpus: Sequence[Gpu
     return "thread", cause if choice == "auto" else ""
 
 
-def usable_gpus() -> tuple[list[GpuFacts], str]:
-    """The GPUs that a worker can run on, and what was found, or why there are none."""
+def usable_gpus() -> tuple[list[GpuFacts], str, str]:
+    """The GPUs that a worker can run on; what was found, or why there are none; and, to be added to a text, which GPUs
+    are left out beside usable ones, and why.
+    """
     lacking = lacking_for_gpus()
     if lacking:
-        return [], lacking
+        return [], lacking, ""
     try:
-        gpus = cuda_devices()
-    except (ConfigError, CudaError) as error:
-        return [], str(error)
-    usable = [gpu for gpu in gpus if gpu.capability >= LEAST_CAPABILITY]
-    if usable:
-        return usable, f"{len(usable)} GPUs were found" if len(usable) > 1 else "a GPU was found"
-    least = ".".join(map(str, LEAST_CAPABILITY))
-    return [], f"no GPU has compute capability {least}" if gpus else "no GPU was found"
+        found = find_gpus()
+    except CudaError as error:
+        return [], str(error), ""
+    usable = [gpu for gpu in found.gpus if gpu.capability >= LEAST_CAPABILITY]
+    old = [_too_old(gpu) for gpu in found.gpus if gpu.capability < LEAST_CAPABILITY]
+    useless = "; ".join(found.refused + old)
+    if not usable:
+        return [], useless or "no GPU was found", ""
+    what = f"{len(usable)} GPUs were found" if len(usable) > 1 else "a GPU was found"
+    return usable, what, f"; left out: {useless}" if useless else ""
+
+
+def _too_old(gpu: GpuFacts) -> str:
+    has, least = (".".join(map(str, capability)) for capability in (gpu.capability, LEAST_CAPABILITY))
+    return f"GPU {gpu.ordinal} ({gpu.name}) has compute capability {has}, less than {least}"
 
 
 def lacking_for_gpus() -> str:

@@ -166,9 +166,9 @@ class Children:
 
 
 def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the command lines that the processes would be started with."""
+    """Against the command lines that the processes would be started with, where the second GPU cannot be used."""
     free_host_memory(monkeypatch, 20 * GB)
-    pretend(monkeypatch, gpus(3))
+    pretend(monkeypatch, gpus(3)[::2])
     children = Children()
     monkeypatch.setattr(launch.Engine, "_spawn", lambda _, *arguments: children.spawn(*arguments))
     monkeypatch.setattr(launch.Engine, "_wait_for", lambda *_: Ready(FACTS))
@@ -179,6 +179,6 @@ def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyP
     assert "--device=cuda" in children.argv["copyengine"]
     for i in range(2):
         worker = cli.parse(WorkerConfig, children.argv[f"worker{i}"], "worker")
-        assert (worker.device, worker.ordinal, worker.copy_engine) == ("cuda", i, "tcp://copyengine")
+        assert (worker.device, worker.ordinal, worker.copy_engine) == ("cuda", 2 * i, "tcp://copyengine")
     scheduler = children.argv["scheduler"]
     assert {"--load-format=dummy", f"--slots={budget.slots}", "--workers=tcp://worker0,tcp://worker1"} <= {*scheduler}

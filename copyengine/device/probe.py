@@ -22,16 +22,37 @@ class GpuFacts(Struct, frozen=True):
     capability: tuple[int, int]
 
 
-def cuda_devices(driver: Driver | None = None) -> list[GpuFacts]:
-    """The GPUs that this process sees; none without package, driver or GPU. ConfigError for one that is of no use.
+class Found(Struct, frozen=True):
+    """The GPUs that give a context, and for each other one why it cannot be used."""
 
-    Takes a context on each for a moment, about 0.3 s.
+    gpus: list[GpuFacts]
+    refused: list[str]
+
+
+def find_gpus(driver: Driver | None = None) -> Found:
+    """What this process sees; nothing without package, driver or GPU.
+
+    Takes a context on each GPU for a moment, about 0.3 s. One that is full, broken or another process's alone refuses
+    it, and does not keep the others from use.
     """
+    found = Found([], [])
     try:
         driver = driver or load_driver()
     except ConfigError:
-        return []
-    return [_facts(driver, ordinal) for ordinal in range(driver.device_count())]
+        return found
+    for ordinal in range(driver.device_count()):
+        try:
+            found.gpus.append(_facts(driver, ordinal))
+        except ConfigError as error:
+            found.refused.append(str(error))
+        except CudaError as error:
+            found.refused.append(f"GPU {ordinal} cannot be used: {error}")
+    return found
+
+
+def cuda_devices(driver: Driver | None = None) -> list[GpuFacts]:
+    """The GPUs of `find_gpus`."""
+    return find_gpus(driver).gpus
 
 
 def _facts(driver: Driver, ordinal: int) -> GpuFacts:

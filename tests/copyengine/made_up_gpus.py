@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from copyengine import placement
-from copyengine.device.probe import GpuFacts
+from copyengine.device.probe import Found, GpuFacts
 
 GB = 10**9
 H200 = GpuFacts(0, "NVIDIA H200", "0000:1b:00.0", 150 * GB, 140 * GB, True, (9, 0))
@@ -24,10 +24,10 @@ def gpus(count: int, **changes: Any) -> list[GpuFacts]:
 def pretend(monkeypatch: pytest.MonkeyPatch, found: Sequence[GpuFacts] | Exception, lacking: str = "") -> None:
     """Make up a machine whose driver gives or raises `found`, and whose packages are all there but for `lacking`."""
 
-    def devices() -> list[GpuFacts]:
+    def find() -> Found:
         if isinstance(found, Exception):
             raise found
-        return list(found)
+        return Found(list(found), [])
 
     monkeypatch.setattr(placement, "lacking_for_gpus", lambda: lacking)
-    monkeypatch.setattr(placement, "cuda_devices", devices)
+    monkeypatch.setattr(placement, "find_gpus", find)

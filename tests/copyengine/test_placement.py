@@ -12,10 +12,13 @@ import pytest
 from copyengine import placement
 from copyengine.budget import GPU_RESERVE_NBYTES, Budget, Wanted
 from copyengine.checkpoint.random_model import Sizes, model_config
+from copyengine.device import probe
+from copyengine.device.cuda_driver import CudaError
 from copyengine.device.probe import GpuFacts
 from copyengine.families import parse_spec
 from copyengine.placement import CopyEngineChoice, DeviceChoice, Placement, place, plan_memory
 from copyengine.wire.errors import ConfigError
+from tests.copyengine.device.fake_cuda import CUresult, FakeCuda, FakeMachine
 from tests.copyengine.made_up_gpus import GB, H200, gpus, pretend
 
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
@@ -48,7 +51,7 @@ def test_where_the_processes_go(
     device: str,
     form: str,
 ) -> None:
-    """Worker i on GPU i, the copy engine a process unless it is asked to be a thread."""
+    """Worker i on the i-th GPU, the copy engine a process unless it is asked to be a thread."""
     pretend(monkeypatch, gpus(count))
     placed = place(asked, copy_engine, workers)
     assert (placed.device, placed.copy_engine, placed.copy_engine_reason) == (device, form, "")
@@ -101,7 +104,7 @@ def test_what_the_machine_does_not_have_is_refused(
         ("triton is not installed", gpus(1), "triton is not installed"),
         ("", [], "no GPU was found"),
         ("", gpus(1, capability=(7, 5)), "8.0"),
-        ("", ConfigError("GPU 0: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"), "OUT_OF_MEMORY"),
+        ("", CudaError("cuDeviceGetCount", "CUDA_ERROR_SYSTEM_NOT_READY"), "cuDeviceGetCount"),
     ],
 )
 def test_auto_takes_the_cpu_and_says_why(
@@ -112,6 +115,40 @@ def test_auto_takes_the_cpu_and_says_why(
     assert placed.gpus == () and placed.reason.startswith("--device auto: ") and why in placed.reason
     with pytest.raises(ConfigError, match="--device cuda: "):
         place("cuda", "auto", 1)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_that_gives_no_context_is_left_out(monkeypatch: pytest.MonkeyPatch, device: DeviceChoice) -> None:
+    """The second of three, as one that is full or another process's alone: the workers go to the others, and the reason
+    says why. If none is left, that is why there are none."""
+    machine = FakeMachine(gpus=3)
+    cuda = FakeCuda(machine)
+    monkeypatch.setattr(placement, "lacking_for_gpus", lambda: "")
+    monkeypatch.setattr(probe, "load_driver", cuda.driver)
+    machine.gpus[1].context_error = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    placed = place(device, "auto", 2)
+    assert [gpu.ordinal for gpu in placed.gpus] == [0, 2] and not +cuda.live
+    why = "left out: GPU 0000:02:00.0 cannot be used: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"
+    assert why in placed.reason and ("2 GPUs were found" in placed.reason) == (device == "auto")
+    with pytest.raises(ConfigError, match=f"--workers 3: .* has 2 that can be used.*{why}"):
+        place(device, "auto", 3)
+    cuda.fails["cuMemGetInfo"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS  # once, so on the first
+    placed = place(device, "auto", 1)
+    assert [gpu.ordinal for gpu in placed.gpus] == [2] and "GPU 0 cannot be used: cuMemGetInfo" in placed.reason
+    for gpu in machine.gpus:
+        gpu.context_error = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    if device == "auto":
+        assert place(device, "auto", 1).gpus == () and "0000:03:00.0" in place(device, "auto", 1).reason
+    else:
+        with pytest.raises(ConfigError, match=r"0000:01:00\.0.*0000:03:00\.0"):
+            place(device, "auto", 1)
+
+
+def test_an_old_gpu_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [*gpus(1, capability=(7, 5)), msgspec.structs.replace(H200, ordinal=1)])
+    placed = place("auto", "auto", 1)
+    assert [gpu.ordinal for gpu in placed.gpus] == [1]
+    assert "a GPU was found; left out: GPU 0 (NVIDIA H200) has compute capability 7.5, less than 8.0" in placed.reason
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ class FakeGpu:
         self.bus_id = bus_id
         self.total_nbytes = total_nbytes
         self.stream_operations = stream_operations
+        self.context_error = CUresult.CUDA_SUCCESS  # what asking for a context fails with
 
 
 class FakeMachine:
@@ -198,6 +199,8 @@ class FakeCuda:
         return OK, values[attribute]
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
+        if self.machine.gpus[device].context_error:
+            return self.machine.gpus[device].context_error, None
         self.live[f"context {device}"] += 1
         return OK, device
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from copyengine.device.cuda_driver import CudaError, Driver, load_driver
-from copyengine.device.probe import GpuFacts, cuda_devices
+from copyengine.device.probe import GpuFacts, cuda_devices, find_gpus
 from copyengine.wire.errors import ConfigError
 from tests.copyengine.device.fake_cuda import CUresult, FakeCuda, FakeMachine
 
@@ -122,9 +122,10 @@ def test_the_probe_tells_what_there_is_and_leaves_nothing() -> None:
     assert not +cuda.live
 
 
-def test_a_gpu_that_gives_no_context_is_named() -> None:
+def test_a_gpu_that_gives_no_context_is_named_beside_the_others() -> None:
     cuda = FakeCuda(FakeMachine())
-    driver = cuda.driver()
-    cuda.fails["cuDevicePrimaryCtxRetain"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(ConfigError, match=r"GPU 0000:01:00.0.*cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"):
-        cuda_devices(driver)
+    cuda.machine.gpus[0].context_error = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    found = find_gpus(cuda.driver())
+    assert [gpu.ordinal for gpu in found.gpus] == [1] and not +cuda.live
+    (why,) = found.refused
+    assert why.startswith("GPU 0000:01:00.0 cannot be used: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY; ")
