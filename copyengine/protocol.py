@@ -105,7 +105,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class CopyCounters(Struct, frozen=True):
-    """Counters since the start, for one kind of query: of records and bytes, those that were started and did not fail."""
+    """Counters since the start, for one kind of query: records and bytes that were started and did not fail."""
 
     queries: int = 0
     records: int = 0

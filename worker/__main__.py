@@ -54,8 +54,9 @@ async def serve(config: WorkerConfig) -> int:
     finally:
         loader.close()
         await server.close()
-        parted = await link.close()
-        if not await server.compute.idle(STOP_STEP_S) or not parted:
+        idle = await server.compute.idle(STOP_STEP_S)
+        parted = await link.close()  # before the memory that it has mapped is freed
+        if not idle or not parted or not await server.free(STOP_STEP_S):
             log.warning("ending although a step, a load or a copy has not ended")
             end_now(code)
         context.term()

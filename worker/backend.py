@@ -1,6 +1,7 @@
 """What a worker runs on: the host, or one GPU."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
@@ -38,7 +39,23 @@ class Slots(StepExperts, Protocol):
 
     def release(self, why: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> bool:
+        """Free it. False, and nothing is freed, if something still uses it."""
+        ...
+
+
+@dataclass(frozen=True)
+class PoolOrder:
+    """What a pool is made for; `wake`, `deadline_s`, `on_release` and `on_bytes` as for worker.slots.ExpertSlots."""
+
+    run_id: str
+    worker: str
+    geometry: SlotGeometry
+    layout: RecordLayout
+    wake: Callable[[], None]
+    deadline_s: float
+    on_release: Callable[[str], None]
+    on_bytes: OnBytes
 
 
 class Backend(Protocol):
@@ -63,18 +80,12 @@ class Backend(Protocol):
         """What fits in the memory that is free now, without the banks; see copyengine.budget. ConfigError."""
         ...
 
-    def make_slots(
-        self,
-        run_id: str,
-        worker: str,
-        geometry: SlotGeometry,
-        layout: RecordLayout,
-        wake: Callable[[], None],
-        deadline_s: float,
-        on_release: Callable[[str], None],
-        on_bytes: OnBytes,
-    ) -> tuple[Slots, Experts]:
-        """An empty pool, and the experts that come through it; arguments as for ExpertSlots. ConfigError."""
+    def make_slots(self, order: PoolOrder) -> tuple[Slots, Experts]:
+        """An empty pool, and the experts that come through it. ConfigError if there is too little memory."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all that was computed. RuntimeError if the device is broken."""
         ...
 
     def graphs(self, model: Decoder, max_running: int) -> DecodeGraphs | None:
@@ -82,7 +93,14 @@ class Backend(Protocol):
         ...
 
     def rehearse(
-        self, model: Decoder, kv: KvCache, slots: Slots | None, table_pages: int, largest_step: int, max_running: int
+        self,
+        spec: ModelSpec,
+        model: Decoder,
+        kv: KvCache,
+        slots: Slots | None,
+        table_pages: int,
+        largest_step: int,
+        max_running: int,
     ) -> None:
         """Load every kernel that a step may need, before the pool is served."""
         ...
@@ -108,26 +126,35 @@ class HostBackend:
         bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
         return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
 
-    def make_slots(
-        self,
-        run_id: str,
-        worker: str,
-        geometry: SlotGeometry,
-        layout: RecordLayout,
-        wake: Callable[[], None],
-        deadline_s: float,
-        on_release: Callable[[str], None],
-        on_bytes: OnBytes,
-    ) -> tuple[ExpertSlots, HostExperts]:
+    def make_slots(self, order: PoolOrder) -> tuple[ExpertSlots, HostExperts]:
         """See Backend."""
-        slots = ExpertSlots(HostWorkerDevice(), run_id, worker, geometry, wake, deadline_s, on_release, on_bytes)
-        return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), layout, geometry.experts)
+        slots = ExpertSlots(
+            HostWorkerDevice(),
+            order.run_id,
+            order.worker,
+            order.geometry,
+            order.wake,
+            order.deadline_s,
+            order.on_release,
+            order.on_bytes,
+        )
+        return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), order.layout, order.geometry.experts)
+
+    def synchronize(self) -> None:
+        """See Backend: it is done when it returns."""
 
     def graphs(self, model: Decoder, max_running: int) -> None:
         """See Backend."""
 
     def rehearse(
-        self, model: Decoder, kv: KvCache, slots: Slots | None, table_pages: int, largest_step: int, max_running: int
+        self,
+        spec: ModelSpec,
+        model: Decoder,
+        kv: KvCache,
+        slots: Slots | None,
+        table_pages: int,
+        largest_step: int,
+        max_running: int,
     ) -> None:
         """See Backend: there are none."""
 

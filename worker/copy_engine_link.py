@@ -58,12 +58,17 @@ class CopyEngineLink:
         """A step is about to ring while the copy engine sleeps."""
         await self._client.wake(self._worker)
 
-    async def close(self) -> bool:
-        """Part from the copy engine; a thread ends. False if something of that thread is stuck and lives on."""
+    async def detach(self) -> None:
+        """Have this worker's memory let go of, before it is freed."""
         if self._attached and not self.lost.is_set():
             with contextlib.suppress(SlotstreamError, TimeoutError):
                 async with asyncio.timeout(DETACH_S):
                     await self._client.detach(self._worker)
+        self._attached = False
+
+    async def close(self) -> bool:
+        """Part from the copy engine; a thread ends. False if something of that thread is stuck and lives on."""
+        await self.detach()
         await self._client.close()
         return self._thread is None or await asyncio.to_thread(self._thread.stop)
 

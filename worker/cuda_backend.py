@@ -6,29 +6,27 @@ from collections.abc import Callable
 import torch
 
 from copyengine.budget import GPU_RESERVE_STARTED_NBYTES, Budget, Wanted, plan_gpu
-from copyengine.device import OnBytes
 from copyengine.device.cuda_worker import CudaWorkerDevice
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Dtype
-from kernels.formats import RecordLayout
-from worker.backend import Slots
+from worker.backend import PoolOrder, Slots
 from worker.decode_graphs import DecodeGraphs
-from worker.device_slots import DeviceMemory, DeviceSlots
-from worker.geometry import SlotGeometry
+from worker.device_slots import DeviceSlots
 from worker.kv import KvCache
 from worker.model.stack import Decoder
 from worker.rehearsal import rehearse
+from worker.step_device import Allocation
 
 
 class ComputeStream:
-    """torch's current stream, which while a graph is captured is another one: see worker.device_slots.Stream."""
+    """torch's current stream, which while a graph is captured is another one: see worker.step_device.StepStream."""
 
     def handle(self) -> int:
-        """See worker.device_slots.Stream."""
+        """See worker.step_device.StepStream."""
         return torch.cuda.current_stream().cuda_stream
 
     def mark(self) -> Callable[[], bool] | None:
-        """See worker.device_slots.Stream."""
+        """See worker.step_device.StepStream."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()
@@ -36,7 +34,7 @@ class ComputeStream:
         return event.query
 
     def synchronize(self) -> None:
-        """See worker.device_slots.Stream."""
+        """See worker.step_device.StepStream."""
         torch.cuda.current_stream().synchronize()
 
 
@@ -59,34 +57,44 @@ class CudaBackend:
         reserve = GPU_RESERVE_STARTED_NBYTES
         return plan_gpu(spec, dtype, record_nbytes, free_nbytes, wanted, reserve, self.name)
 
-    def make_slots(
-        self,
-        run_id: str,
-        worker: str,
-        geometry: SlotGeometry,
-        layout: RecordLayout,
-        wake: Callable[[], None],
-        deadline_s: float,
-        on_release: Callable[[str], None],
-        on_bytes: OnBytes,
-    ) -> tuple[DeviceSlots, DeviceSlots]:
+    def make_slots(self, order: PoolOrder) -> tuple[DeviceSlots, DeviceSlots]:
         """See worker.backend.Backend: the slots compute what comes through them."""
-        stream = ComputeStream()
         slots = DeviceSlots(
-            self._driver, stream, as_tensor, run_id, worker, geometry, layout, wake, deadline_s, on_release, on_bytes
+            self._driver,
+            ComputeStream(),
+            as_tensor,
+            order.run_id,
+            order.worker,
+            order.geometry,
+            order.layout,
+            order.wake,
+            order.deadline_s,
+            order.on_release,
+            order.on_bytes,
         )
         return slots, slots
+
+    def synchronize(self) -> None:
+        """See worker.backend.Backend."""
+        torch.cuda.synchronize(self.device)
 
     def graphs(self, model: Decoder, max_running: int) -> DecodeGraphs:
         """See worker.backend.Backend."""
         return DecodeGraphs(model, self.device, max_running)
 
     def rehearse(
-        self, model: Decoder, kv: KvCache, slots: Slots | None, table_pages: int, largest_step: int, max_running: int
+        self,
+        spec: ModelSpec,
+        model: Decoder,
+        kv: KvCache,
+        slots: Slots | None,
+        table_pages: int,
+        largest_step: int,
+        max_running: int,
     ) -> None:
         """See worker.backend.Backend."""
         assert slots is None or isinstance(slots, DeviceSlots)
-        rehearse(model, kv, slots, table_pages, largest_step, max_running)
+        rehearse(spec, model, kv, slots, table_pages, largest_step, max_running)
 
     def close(self) -> None:
         """Give the device back."""
@@ -105,6 +113,6 @@ class _Interface:
         }
 
 
-def as_tensor(memory: DeviceMemory, nbytes: int) -> torch.Tensor:
+def as_tensor(memory: Allocation, nbytes: int) -> torch.Tensor:
     """[nbytes] uint8 at the memory's address. It must not be used after the memory is closed."""
     return torch.as_tensor(_Interface(memory.address, nbytes), device="cuda")

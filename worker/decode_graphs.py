@@ -1,5 +1,6 @@
 """Decode steps as CUDA graphs, one for each number of sequences: routing, admission, waits and sampling inside."""
 
+import logging
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from worker.model.stack import Decoder
 from worker.step import forward
 from worker.step_inputs import StepArrays, assemble, pack, packed_nbytes, views
+
+log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
@@ -19,7 +22,7 @@ class DecodeGraphs:
         self._device = device
         self._max_running = max_running
         self._seen: set[int] = set()
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graph | None] = {}  # None: it could not be captured
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, arrays: StepArrays) -> torch.Tensor | None:
@@ -27,18 +30,26 @@ class DecodeGraphs:
         sequences = len(arrays.tokens)
         if sequences > self._max_running or len(arrays.rows) != sequences:
             return None
-        graph = self._graphs.get(sequences)
-        if graph is None:
-            if sequences not in self._seen:
-                self._seen.add(sequences)
-                return None
-            graph = self._graphs[sequences] = _Graph(self._model, self._device, arrays, self._memory)
-        return graph.replay(arrays)
+        if sequences not in self._seen:
+            self._seen.add(sequences)
+            return None
+        if sequences not in self._graphs:
+            self._graphs[sequences] = self._capture(arrays)
+        graph = self._graphs[sequences]
+        return graph.replay(arrays) if graph else None
+
+    def _capture(self, arrays: StepArrays) -> "_Graph | None":
+        """The graph, or None if there is too little memory for it, say: then the size goes on without one."""
+        try:
+            return _Graph(self._model, self._device, arrays, self._memory)
+        except RuntimeError as error:  # of torch; if the device is broken, the step's other launches show it
+            log.warning("decode steps of %d sequences run without a graph: %s", len(arrays.tokens), error)
+            return None
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of sequences for which there is a graph."""
-        return sorted(self._graphs)
+        return sorted(size for size, graph in self._graphs.items() if graph)
 
 
 class _Graph:

@@ -5,27 +5,21 @@ of them are missing and which slots they get, the host never learns. A flag is 0
 so that all flags are up between two steps.
 
 Failure: a query that did not land has its flag above LANDED, which a later launch or the end of the step notices; the
-step then fails as a whole, and every slot that it used is forgotten. `release` raises the error word, from which on the
-device rings nothing, and all flags, again and again until the step is over: a launch that was already past its look at
-the word clears a flag once more.
+step then fails as a whole, and every slot that it used is forgotten. Waiting and ending by force: worker.step_watch.
 """
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-from copyengine.device import CLEARED, LANDED, RELEASED, OnBytes
+from copyengine.device import LANDED, OnBytes
 from copyengine.device.cuda_driver import CudaError
-from copyengine.device.host import Segment, create_segment
-from copyengine.protocol import Attach, MemoryHandle
+from copyengine.device.host import create_segment
+from copyengine.protocol import Attach
 from copyengine.ring import RingWriter, ring_nbytes
-from copyengine.sync import nap
-from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, SlotstreamError
+from copyengine.wire.errors import CopyFailed, SlotstreamError
 from kernels import admit
 from kernels.flag_wait import spin_until_set
 from kernels.formats import RecordLayout
@@ -33,68 +27,10 @@ from worker.expert_stats import MODES, add
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
 from worker.protocol import ExpertStats, Mode
-
-END_S = 10.0
-"""Seconds that the device may take to end a step after a release: its GEMMs, without any copy."""
-
-RELEASE_EVERY_S = 2e-3
-"""Between two rounds of raising the flags of a released pool while its last step ends."""
+from worker.step_device import Allocation, StepDevice, StepStream
+from worker.step_watch import StepWatch
 
 log = logging.getLogger(__name__)
-
-
-class DeviceMemory(Protocol):
-    """A run of device memory that another process can open."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def handle(self) -> MemoryHandle: ...
-
-    def close(self) -> None: ...
-
-
-class MappedRing(Protocol):
-    """A ring that the device can write."""
-
-    @property
-    def address(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-class Device(Protocol):
-    """What is needed of copyengine.device.cuda_worker.CudaWorkerDevice."""
-
-    @property
-    def has_stream_waits(self) -> bool: ...
-
-    def allocate(self, nbytes: int, on_bytes: OnBytes | None = None) -> DeviceMemory: ...
-
-    def map_ring(self, ring: Segment) -> MappedRing: ...
-
-    def wait_flag(self, stream: int, address: int) -> None: ...
-
-    def write_words(self, address: int, value: int, count: int) -> None: ...
-
-    def read_words(self, address: int, count: int) -> list[int]: ...
-
-
-class Stream(Protocol):
-    """The compute stream: torch's current one on a GPU."""
-
-    def handle(self) -> int:
-        """What the driver calls it."""
-        ...
-
-    def mark(self) -> Callable[[], bool] | None:
-        """Tells whether all that the stream was given so far is done; None while a graph is being captured."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all that the stream was given is done."""
-        ...
 
 
 class DeviceSlots:
@@ -105,9 +41,9 @@ class DeviceSlots:
 
     def __init__(
         self,
-        device: Device,
-        stream: Stream,
-        tensor_of: Callable[[DeviceMemory, int], torch.Tensor],
+        device: StepDevice,
+        stream: StepStream,
+        tensor_of: Callable[[Allocation, int], torch.Tensor],
         run_id: str,
         worker: str,
         geometry: SlotGeometry,
@@ -127,16 +63,12 @@ class DeviceSlots:
         self._worker = worker
         self._device = device
         self._stream = stream
-        self._layout = layout
+        self.layout = layout
         self._wake = wake
-        self._deadline_s = deadline_s
-        self._on_release = on_release
-        self._why_released: str | None = None
         self._mode: Mode | None = None
         self._totals = {mode: ExpertStats() for mode in MODES}
         self._step = ExpertStats()
         self._resident = 0
-        self._marks: list[Callable[[], bool]] = []  # the ends of the step's layers
         queries = admit.most_queries(geometry.experts, geometry.slots, geometry.max_query)
         self._num_flags = queries + geometry.stream_groups
         capacity = 1 << (self._num_flags - 1).bit_length()  # never full: a flag has one query under way
@@ -155,6 +87,9 @@ class DeviceSlots:
             self.pool = tensor_of(self._pool, pool_nbytes).view(geometry.pool_slots, geometry.record_nbytes)
             flags = tensor_of(self._flags, 4 * self._num_flags).view(torch.int32)
             self._make_tables(flags, queries, capacity)
+            error_word = self._admission.control.data_ptr() + 4 * admit.ERROR
+            where = (self._flags.address, self._num_flags)
+            self._watch = StepWatch(device, stream, where, error_word, deadline_s, on_release)
         except BaseException:
             for close in reversed(closing):
                 close()
@@ -208,12 +143,11 @@ class DeviceSlots:
     def begin_step(self, mode: Mode) -> None:
         """Start a step. A streamed one requests its first parts right away. PeerDied after a release."""
         assert self._mode is None, "the step before has not ended"
-        self._check()
-        if self._writer.begin_step():
-            self._wake()
+        self._watch.begin()
         self._mode = mode
         self._step = ExpertStats()
-        self._marks = []
+        if self._writer.begin_step():
+            self._wake()
         self._begin(mode)
 
     def _begin(self, mode: Mode) -> None:
@@ -228,26 +162,31 @@ class DeviceSlots:
 
         Only as long as nothing is resident.
         """
+        self._watch.begin()
         self._admission.control[admit.ERROR] = 1
         self._mode = mode
         try:
             self._begin(mode)
             yield
-            self._stream.synchronize()
+            self._outcome(torch.zeros(1, dtype=torch.int64, device=self.pool.device))
+            self._watch.mark()
+            self._watch.wait()
+            self._forget_step()
         finally:
             self._mode = None
-            self._marks.clear()
             self._reset()
+            self._stream.synchronize()
+            self._watch.end()
 
     def __call__(self, layer: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See worker.model.moe.Experts. Nothing in it waits for the device or takes a value from it."""
-        rows = LayerRows(self._layout, self.geometry.experts, x, weights, experts)
+        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts)
         if self._mode == "streamed":
             self._streamed(layer, rows)
         else:
             self._on_demand(layer, rows)
         out = rows.combined()
-        self._mark()
+        self._watch.mark()
         return out
 
     def _on_demand(self, layer: int, rows: LayerRows) -> None:
@@ -290,27 +229,40 @@ class DeviceSlots:
 
         CopyFailed, PeerTimeout, PeerDied: then the step must be aborted.
         """
-        control = self._admission.control.to(torch.int64)
-        flags = self._flag_words.max().to(torch.int64).reshape(1)
-        resident = (self._state.owner != admit.ABSENT).sum().reshape(1)
-        counters = [self._admission.stats, self._streaming.stats]
-        values = _to_host(torch.cat([control, flags, resident, *counters, tokens]))
-        self._mark()
-        self._await()
-        words = values.tolist()
-        outcome, words = words[: len(control)], words[len(control) :]
-        (highest, self._resident), words = words[:2], words[2:]
-        self._step = self._since(words[: len(self._counted)])
-        self._check()
-        if outcome[admit.FAILED] or highest > LANDED:
+        values = self._outcome(tokens)
+        self._watch.mark()
+        self._watch.wait()
+        failed, error, highest, self._resident, *rest = values.tolist()
+        counters, drawn = rest[: len(self._counted)], rest[len(self._counted) :]
+        self._step = self._since(counters)
+        self._watch.check()
+        if failed or highest > LANDED:
             raise CopyFailed("experts of this step did not land")
-        if outcome[admit.ERROR]:
-            raise PeerTimeout("the copy engine took no query from its full ring")
-        return words[len(self._counted) :]
+        if error:
+            self._watch.release("the copy engine took no query from its full ring")
+            self._watch.check()
+        return drawn
+
+    def _outcome(self, tokens: torch.Tensor) -> torch.Tensor:
+        """FAILED, ERROR, the highest flag, residents, counters and `tokens`, on the host once the stream is there."""
+        control = self._admission.control.to(torch.int64)
+        return _to_host(
+            torch.cat(
+                [
+                    control[admit.FAILED].reshape(1),
+                    control[admit.ERROR].reshape(1),
+                    self._flag_words.max().to(torch.int64).reshape(1),
+                    (self._state.owner != admit.ABSENT).sum().reshape(1),
+                    self._admission.stats,
+                    self._streaming.stats,
+                    tokens,
+                ]
+            )
+        )
 
     def end_step(self) -> ExpertStats:
         """End a step that has been collected; its counters."""
-        self._finish()
+        self._finish(ended=True)
         return self._step
 
     def abort_step(self) -> None:
@@ -320,66 +272,38 @@ class DeviceSlots:
         """
         if self._mode is None:
             return
+        ended = False
         try:
-            self._mark()
-            self._await()
-            self._await_flags()
+            self._watch.mark()
+            self._watch.wait()
+            self._watch.wait_for_flags()
             self._forget_step()
             counters = torch.cat([self._admission.stats, self._streaming.stats]).tolist()
             self._step = add(self._step, self._since(counters))
+            ended = True
         except SlotstreamError as error:
             log.error("a failed step did not end: %s", error)
         except (RuntimeError, CudaError) as error:  # of the device, after which it does nothing more
-            self.release(f"the device does not work any more: {error}")
-        self._step = add(self._step, ExpertStats(steps=-self._step.steps))
-        self._finish()
+            self._watch.release(f"the device does not work any more: {error}")
+        finally:
+            self._step = add(self._step, ExpertStats(steps=-self._step.steps))
+            self._finish(ended)
 
     def release(self, why: str) -> None:
         """The copy engine is gone: end every wait; from now on all raises PeerDied(why). From any thread."""
-        if self._why_released is not None:
-            return
-        self._why_released = why
-        self._raise_all()
-        threading.Thread(target=self._raise_until_over, name="release", daemon=True).start()
-        self._on_release(why)
+        self._watch.release(why)
 
-    def close(self) -> None:
-        """Free pool, flags and ring."""
+    def close(self) -> bool:
+        """Free pool, flags and ring, which the copy engine must have let go of before.
+
+        False, and nothing is freed, if the device has not ended a step that uses them.
+        """
+        if not self._watch.ended:
+            return False
+        self._watch.close()
         for part in (self._mapped, self._ring, self._flags, self._pool):
             part.close()
-
-    # Waiting and failing ---------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self._why_released is not None:
-            raise PeerDied(self._why_released)
-
-    def _mark(self) -> None:
-        mark = self._stream.mark()
-        if mark is not None:
-            self._marks.append(mark)
-
-    def _await(self) -> None:
-        """Wait for all marks of the step, `deadline_s` for each; after a release END_S for all of them."""
-        for mark in self._marks:
-            start = time.monotonic()
-            while not mark():
-                waited = time.monotonic() - start
-                if self._why_released is not None and waited > END_S:
-                    raise PeerTimeout(f"the device has not ended its step {END_S:g} s after the release")
-                if waited > self._deadline_s:
-                    self.release(f"the copy engine did not finish a layer's copies within {self._deadline_s:g} s")
-                nap(waited)
-        self._marks.clear()
-
-    def _await_flags(self) -> None:
-        """Wait until no query is under way: a step that ended early has rung for more than it waited for."""
-        start = time.monotonic()
-        while self._why_released is None and CLEARED in self._device.read_words(self._flags.address, self._num_flags):
-            waited = time.monotonic() - start
-            if waited > self._deadline_s:
-                self.release(f"the copy engine did not finish a failed step's copies within {self._deadline_s:g} s")
-            nap(waited)
+        return True
 
     def _forget_step(self) -> None:
         """Forget what the slots hold that were used since the step began, and that it failed."""
@@ -404,24 +328,13 @@ class DeviceSlots:
             admission.control[word] = 0
         self._flag_words.fill_(LANDED)
 
-    def _raise_all(self) -> None:
-        control = self._admission.control
-        self._device.write_words(control.data_ptr() + 4 * admit.ERROR, 1, 1)
-        self._device.write_words(self._flags.address, RELEASED, self._num_flags)
-
-    def _raise_until_over(self) -> None:
-        try:
-            while self._mode is not None:
-                time.sleep(RELEASE_EVERY_S)
-                self._raise_all()
-        except Exception as error:  # the outermost edge of this thread; the device is gone, and what waited on it
-            log.error("the flags cannot be raised any more: %s", error)
-
-    def _finish(self) -> None:
+    def _finish(self, ended: bool) -> None:
         assert self._mode is not None, "no step has begun"
         self._writer.end_step()
         self._totals[self._mode] = add(self._totals[self._mode], self._step)
         self._mode = None
+        if ended:
+            self._watch.end()
 
     def _since(self, counted: list[int]) -> ExpertStats:
         """What the counters say of this step."""

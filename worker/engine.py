@@ -15,7 +15,8 @@ from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
 from copyengine.records import record_layout
 from kernels.formats import RecordLayout
-from worker.backend import Backend, Slots
+from worker.backend import Backend, PoolOrder, Slots
+from worker.dense_steps import DenseSteps
 from worker.dummy import dummy_dense
 from worker.expert_stats import MODES
 from worker.geometry import SlotGeometry
@@ -108,11 +109,15 @@ class Engine:
         if self._slots:
             self._slots.release(why)
 
-    def close(self) -> None:
-        """Free pool, flags and ring, and give the device back."""
-        if self._slots:
-            self._slots.close()
+    def close(self) -> bool:
+        """Free pool, flags and ring, and give the device back; on the compute thread.
+
+        False if the device has not ended a step: then nothing is freed, and the process must end without it.
+        """
+        if self._slots and not self._slots.close():
+            return False
         self._backend.close()
+        return True
 
 
 class Pool(NamedTuple):
@@ -148,13 +153,22 @@ def make_pool(
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
     record = prepared.record
-    return Pool(*backend.make_slots(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add))
+    order = PoolOrder(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add)
+    return Pool(*backend.make_slots(order))
 
 
 def build_runner(
-    prepared: Prepared, load: Load, backend: Backend, pool: Pool | None, on_progress: OnProgress
+    prepared: Prepared,
+    load: Load,
+    backend: Backend,
+    pool: Pool | None,
+    on_broken: Callable[[str], None],
+    on_progress: OnProgress,
 ) -> tuple[StepRunner, KvCache]:
-    """Read the dense weights and put the model together. ConfigError if a file does not hold what it says."""
+    """Read the dense weights and put the model together. ConfigError if a file does not hold what it says.
+
+    `on_broken` hears of a device that works no more, where there is no pool that would.
+    """
     spec, budget = prepared.model.spec, prepared.budget
     dtype = TORCH_DTYPES[prepared.dtype]
     if load.load_format == "dummy":
@@ -168,9 +182,10 @@ def build_runner(
     longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
     table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0
     slots = pool.slots if pool else None
-    backend.rehearse(decoder, kv, slots, table_pages, load.max_step_tokens, load.max_running)
+    backend.rehearse(spec, decoder, kv, slots, table_pages, load.max_step_tokens, load.max_running)
     graphs = backend.graphs(decoder, load.max_running)
-    return StepRunner(spec, decoder, kv, slots, table_pages, graphs), kv
+    steps = slots or DenseSteps(backend.synchronize, on_broken)
+    return StepRunner(spec, decoder, kv, steps, table_pages, graphs), kv
 
 
 def facts_of(

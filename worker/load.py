@@ -45,7 +45,7 @@ class EngineLoader:
         try:
             return await self._load(load, compute, backend, on_progress, start_s)
         except BaseException:
-            _close(backend)
+            await compute.run(lambda: _close(backend))
             raise
 
     async def _load(
@@ -66,10 +66,12 @@ class EngineLoader:
         )
         slots = pool.slots if pool else None
         try:
-            runner, kv = await compute.run(lambda: engine.build_runner(prepared, load, backend, pool, tell))
+            broken = self._from_thread(_first(lost))
+            runner, kv = await compute.run(lambda: engine.build_runner(prepared, load, backend, pool, broken, tell))
             await self._attach(slots)
         except BaseException:
-            _close(slots)
+            await self._link.detach()
+            await compute.run(lambda: _close(slots))
             raise
         load_s = time.monotonic() - start_s
         facts = engine.facts_of(prepared, backend, kv, slots, bank_nbytes, self._link.kind, load_s)
@@ -100,7 +102,7 @@ class EngineLoader:
 
     async def _release_on_death(self, slots: "Slots") -> None:
         await self._link.lost.wait()
-        slots.release("the copy engine is gone: its connection closed")
+        await asyncio.to_thread(slots.release, "the copy engine is gone: its connection closed")
 
     def _wake(self) -> None:
         """Called by a step, on its thread, when the copy engine sleeps."""

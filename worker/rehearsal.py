@@ -5,8 +5,12 @@ process back while it loads one. In a step whose stream waits for the copy engin
 at best; with the copy engine as a thread of the same process it is a deadlock.
 """
 
+from collections.abc import Callable, Hashable
+
 import torch
 
+from copyengine.model_spec import ModelSpec
+from kernels.grouped_gemm import variant
 from worker.device_slots import DeviceSlots
 from worker.kv import KvCache
 from worker.model.stack import Decoder
@@ -14,21 +18,29 @@ from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.step import forward
 from worker.step_inputs import on_device, step_arrays
 
-BATCHES = (1, 2, 16)
-"""Numbers of sequences in a decode step that Triton compiles for: 1, those that 16 divides, and all others."""
-
 SETTINGS = (Sampling(), Sampling(temperature=0.7, top_k=20, top_p=0.9))
+
+ALIGNED = 16
+"""Triton compiles for a number that this divides, for 1, and for all others."""
 
 
 @torch.inference_mode()
 def rehearse(
-    model: Decoder, kv: KvCache, slots: DeviceSlots | None, table_pages: int, largest_step: int, max_running: int
+    spec: ModelSpec,
+    model: Decoder,
+    kv: KvCache,
+    slots: DeviceSlots | None,
+    table_pages: int,
+    largest_step: int,
+    max_running: int,
 ) -> None:
     """Steps of every kind and of up to `largest_step` rows, which mean nothing; pages may hold anything after it."""
     longest = min(largest_step, kv.num_pages * kv.page_tokens)
-    sizes = [size for size in (1, 2, *(16 << i for i in range(16))) if size < longest] + [longest]
-    steps: list[tuple[Mode, int]] = [("demand", size) for size in sizes] + [("streamed", size) for size in sizes]
-    steps += [("decode", batch) for batch in BATCHES if batch <= min(max_running, kv.num_pages)]
+    experts_per_token = spec.moe.experts_per_token if spec.moe else 1
+    sizes = sizes_to_rehearse(longest, lambda tokens: kernels_of(tokens, experts_per_token, slots))
+    steps: list[tuple[Mode, int]] = [("demand", size) for size in sizes]
+    steps += [("streamed", size) for size in (sizes[0], longest)]
+    steps += [("decode", batch) for batch in range(1, min(max_running, kv.num_pages) + 1)]
     for mode, rows in steps:
         step = _step(mode, rows, kv.page_tokens)
         arrays = step_arrays(step, kv.page_tokens, table_pages if mode == "decode" else 0)
@@ -38,6 +50,21 @@ def rehearse(
             continue
         with slots.rehearsal(mode):
             forward(model, inputs)
+
+
+def sizes_to_rehearse(longest: int, kernels: Callable[[int], Hashable]) -> list[int]:
+    """Numbers of tokens, ascending, of which one runs the kernels of each number up to `longest`, that one included."""
+    first: dict[Hashable, int] = {}
+    for tokens in range(1, longest + 1):
+        first.setdefault(kernels(tokens), tokens)
+    return sorted({*first.values(), longest})
+
+
+def kernels_of(tokens: int, k: int, slots: DeviceSlots | None) -> Hashable:
+    """Steps of this many tokens for which it is equal run the same kernels."""
+    routes = tokens * k
+    compiled = (tokens == 1, tokens % ALIGNED == 0, routes % ALIGNED == 0, (routes - 1).bit_length())
+    return (compiled, variant(tokens, k, slots.geometry.experts, slots.layout)) if slots else compiled
 
 
 def _step(mode: Mode, rows: int, page_tokens: int) -> RunStep:

@@ -60,8 +60,8 @@ class Engine(Protocol):
         """End every wait for copies; steps fail with PeerDied(why) from now on."""
         ...
 
-    def close(self) -> None:
-        """Free shared memory."""
+    def close(self) -> bool:
+        """Free its memory. False if the device still uses it."""
         ...
 
 
@@ -105,17 +105,27 @@ class WorkerServer:
             serving.cancel()
 
     async def close(self) -> None:
-        """Stop serving; frees shared memory. A step that runs fails at its next wait for a copy."""
+        """Stop serving. A step that runs fails at its next wait for a copy."""
         if self._watch is not None:
             self._watch.cancel()
         if self.engine is not None:
-            self.engine.release("the worker is stopping")
+            await asyncio.to_thread(self.engine.release, "the worker is stopping")
         if self._loading is not None:
             self._loading.cancel()
-            await asyncio.gather(self._loading, return_exceptions=True)
+            await asyncio.wait({self._loading}, timeout=LAST_STEP_S)
         await self._rpc.close()
-        if self.engine is not None:
-            self.engine.close()
+
+    async def free(self, deadline_s: float) -> bool:
+        """Free the engine's memory, which the copy engine must have let go of, once no step runs.
+
+        False if one still runs after `deadline_s`: then nothing is freed.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                engine = self.engine
+                return await self.compute.run(engine.close if engine else lambda: True)
+        except TimeoutError:
+            return False
 
     async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
         match call.request:

@@ -150,10 +150,11 @@ class ExpertSlots:
         """The copy engine is gone: end every wait; from now on all raises PeerDied(why). From any thread."""
         self._mailbox.release(why)
 
-    def close(self) -> None:
-        """Free pool, flags and ring."""
+    def close(self) -> bool:
+        """Free pool, flags and ring. True: arrays that still look into them keep them."""
         self._mailbox.close()
         self._pool.close()
+        return True
 
     def _finish(self) -> None:
         assert self._mode is not None, "no step has begun"

@@ -59,11 +59,11 @@ class StepRunner:
         spec: ModelSpec,
         model: Decoder,
         kv: KvCache,
-        experts: StepExperts | None,
+        experts: StepExperts,
         table_pages: int = 0,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`experts` is None for a dense model. Decode steps come by page tables of `table_pages` pages, if not 0."""
+        """Decode steps come by page tables of `table_pages` pages, if not 0."""
         self._spec = spec
         self._model = model
         self._kv = kv
@@ -105,8 +105,6 @@ class StepRunner:
 
     def _in_step(self, step: RunStep, compute: "_Compute") -> tuple[list[int], ExpertStats]:
         """What `compute` draws, with the slots' step around it."""
-        if self._experts is None:
-            return compute().tolist(), ExpertStats(steps=1)
         try:
             self._experts.begin_step(step.mode)
             tokens = self._experts.collect(compute())

@@ -50,6 +50,11 @@ def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> i
     return cost.tiles(tokens, k, num_experts, layout.format).gate_up.block_m
 
 
+def variant(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> tuple[cost.Tile, cost.Tile]:
+    """The tiles of `grouped_gemm_slots`: launches for which they are equal run the same kernels."""
+    return cost.tiles(tokens, k, num_experts, layout.format)
+
+
 def grouped_gemm_slots(
     x: torch.Tensor,
     weights: torch.Tensor,

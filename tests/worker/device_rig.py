@@ -17,9 +17,10 @@ from copyengine.device.host import HostCopyDevice, Segment, attach_segment, crea
 from copyengine.protocol import MemoryHandle
 from copyengine.ring import Limits, RingReader
 from kernels.formats import RecordLayout
-from worker.device_slots import DeviceMemory, DeviceSlots
+from worker.device_slots import DeviceSlots
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
+from worker.step_device import Allocation
 
 
 class HostedMemory:
@@ -84,7 +85,7 @@ class HostedStream:
         pass
 
 
-def hosted_tensor(memory: DeviceMemory, nbytes: int) -> torch.Tensor:
+def hosted_tensor(memory: Allocation, nbytes: int) -> torch.Tensor:
     assert isinstance(memory, HostedMemory)
     return torch.from_numpy(memory.segment.array[:nbytes])
 
@@ -95,7 +96,7 @@ class Place:
 
     device: Any
     stream: Any
-    tensor_of: Callable[[DeviceMemory, int], torch.Tensor]
+    tensor_of: Callable[[Allocation, int], torch.Tensor]
     copies: CopyDevice
     torch_device: torch.device
     close: Callable[[], None] = field(default=lambda: None)
@@ -193,7 +194,7 @@ class Rig:
 
     def close(self) -> None:
         assert self.copier.stop()
-        self.slots.close()
+        assert self.slots.close()
         for bank in self.banks:
             bank.close()
 

@@ -7,17 +7,18 @@ counters and residents against sets of experts kept here.
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from copyengine.device import Bank, CopyDevice, Memory, Run, Stream
+from copyengine.device.cuda_driver import CudaError
 from copyengine.device.host import HostCopyDevice
 from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, SlotstreamError
 from kernels.formats import RecordLayout, layout
-from tests.worker.device_rig import Place, Rig, hosted, rig_on
+from tests.worker.device_rig import HostedDevice, HostedStream, Place, Rig, hosted, rig_on
 from tests.worker.random_weights import random_bank
 from worker.geometry import SlotGeometry
 from worker.protocol import ExpertStats, Mode
@@ -190,6 +191,51 @@ def silent(place: Place) -> None:
         rig.close()
 
 
+class BrokenDevice(HostedDevice):
+    """Works until it is told to break; nothing does afterwards."""
+
+    broken = False
+
+    def write_words(self, address: int, value: int, count: int) -> None:
+        if self.broken:
+            raise CudaError("cuMemsetD32Async", "CUDA_ERROR_ILLEGAL_ADDRESS")
+        super().write_words(address, value, count)
+
+
+class BrokenStream(HostedStream):
+    def __init__(self, device: BrokenDevice) -> None:
+        self._device = device
+
+    def mark(self) -> Callable[[], bool]:
+        if self._device.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().mark()
+
+
+def broken() -> None:
+    """The step in which the device breaks ends; it is told once, steps are refused, and nothing is freed."""
+    record = layout("float32", 16, 16)
+    place, device = hosted(), BrokenDevice()
+    place.device, place.stream = device, BrokenStream(device)
+    rng = random.Random(3)
+    with rig_on(place, geometry_of(record, 9, 2, 2), record, banks_of(record, torch.float32)) as rig:
+        given = [routing(rng, place, EXPERTS, 5, 2, 16) for _ in range(LAYERS)]
+        step(rig, "demand", given)
+        rig.slots.begin_step("demand")
+        device.broken = True
+        try:
+            rig.slots(0, *given[0])
+            raise AssertionError("it did not break")
+        except RuntimeError:
+            rig.slots.abort_step()
+        assert len(rig.released) == 1 and "illegal memory access" in rig.released[0]
+        assert isinstance(_error(rig, "demand", given), PeerDied)
+        rig.slots.release("again")
+        assert len(rig.released) == 1 and not rig.slots.close()
+        device.broken = False
+        rig.slots._watch.end()
+
+
 def _error(rig: Rig, mode: Mode, given: Sequence[Routing]) -> SlotstreamError | None:
     try:
         step(rig, mode, given)
@@ -205,6 +251,7 @@ def main() -> None:
     copies = FailingCopies(HostCopyDevice())
     failed_copies(copies, hosted(copies))
     released(hosted())
+    broken()
 
 
 if __name__ == "__main__":

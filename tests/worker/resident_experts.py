@@ -10,6 +10,7 @@ from copyengine.checkpoint.model import Model, open_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.protocol import Dtype
 from kernels.formats import RecordLayout, layout
+from worker.dense_steps import DenseSteps
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
@@ -79,7 +80,7 @@ def resident_runner(
     kv = KvCache(spec, num_pages, page_tokens, TORCH_DTYPES[dtype], CPU)
     weights = load_dense(checkpoint, dtype, CPU, lambda nbytes: None)
     if spec.moe is None:
-        return StepRunner(spec, build_model(spec, weights, kv, None), kv, None)
+        return StepRunner(spec, build_model(spec, weights, kv, None), kv, DenseSteps())
     record = layout(dtype, spec.hidden, spec.moe.intermediate)
     pool = torch.from_numpy(read_banks(checkpoint, record).reshape(-1, record.record_nbytes))
     experts = ResidentExperts(len(spec.moe_layers), spec.moe.experts, group)

@@ -52,10 +52,13 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.released = ""
         self.closed = False
+        self.running = False
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
+        self.running = True
         self.gate.wait(10)
+        self.running = False
         self.threads.add(threading.current_thread().name)
         if self.released:
             raise PeerDied(self.released)
@@ -76,8 +79,10 @@ class FakeEngine:
         self.released = why
         self.gate.set()
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        assert not self.running and threading.current_thread().name == "compute"
         self.closed = True
+        return True
 
 
 class Rig:
@@ -294,11 +299,38 @@ def test_shutdown_ends_serving_and_closing_frees_the_engine(on_loop: OnLoop) -> 
         await client.shutdown()
         await serving
         await rig.server.close()
-        assert rig.engine.closed and rig.engine.released
-        assert await rig.server.compute.idle(5), "a step that waited for a copy has ended"
+        assert rig.engine.released and not rig.engine.closed
+        assert await rig.server.free(5) and rig.engine.closed, "a step that waited for a copy has ended"
         with pytest.raises(PeerDied):
             await running
         assert client.lost.is_set()
+        await client.close()
+        context.term()
+
+    on_loop(main)
+
+
+def test_memory_is_not_freed_under_a_step_that_does_not_end(on_loop: OnLoop) -> None:
+    """Not even after the server is closed: a GPU would compute on what is somebody else's by then."""
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        rig = Rig(context)
+        serving = asyncio.create_task(rig.server.serve())
+        client = WorkerClient(context, rig.endpoint)
+        await client.load(Load("m"), 5)
+        rig.engine.gate.clear()
+        rig.engine.release = lambda why: None  # type: ignore[method-assign]
+        running = asyncio.create_task(client.run_step(step(1), 5))
+        await asyncio.sleep(0.05)
+        await client.shutdown()
+        await serving
+        await rig.server.close()
+        assert not await rig.server.free(0.1)
+        assert not rig.engine.closed
+        rig.engine.gate.set()
+        with pytest.raises(PeerDied):
+            await running
         await client.close()
         context.term()
 
@@ -327,7 +359,7 @@ def test_once_no_step_can_run_those_under_way_are_answered_and_serving_ends(on_l
         await rig.server.close()
         for outcome in await asyncio.gather(*steps):
             assert isinstance(outcome, Failed) and outcome.code == "peer_died"
-        assert rig.engine.closed
+        assert await rig.server.free(5) and rig.engine.closed
         await client.close()
         context.term()
 

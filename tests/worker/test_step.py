@@ -11,6 +11,7 @@ from copyengine.wire.errors import ConfigError, CopyFailed, RequestRefused
 from kernels.formats import layout
 from tests.worker.random_weights import random_weights
 from tests.worker.resident_experts import CPU, ResidentExperts, ResidentGroup
+from worker.dense_steps import DenseSteps
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
@@ -205,7 +206,7 @@ def test_a_dense_model_needs_no_slots() -> None:
     layer = LayerSpec(moe.layers[0].attention, DenseSpec(16))
     spec = msgspec.structs.replace(moe, architecture="Qwen3ForCausalLM", layers=(layer, layer))
     kv = KvCache(spec, 2, PAGE_TOKENS, torch.float32, CPU)
-    dense = StepRunner(spec, build_model(spec, random_weights(spec), kv, None), kv, None)
+    dense = StepRunner(spec, build_model(spec, random_weights(spec), kv, None), kv, DenseSteps())
     result = dense.run(RunStep("demand", [SequenceStep(0, [1, 2, 3], 0, [0], GREEDY)]))
     assert result.stats == ExpertStats(steps=1) and 0 <= result.tokens[0] < 50
 

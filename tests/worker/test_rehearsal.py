@@ -1,0 +1,23 @@
+"""What is rehearsed, against every number of tokens there is."""
+
+import pytest
+
+from kernels.formats import layout
+from kernels.grouped_gemm import variant
+from worker.rehearsal import kernels_of, sizes_to_rehearse
+
+
+@pytest.mark.parametrize(("experts", "k", "expert_format"), [(512, 10, "nvfp4"), (64, 8, "bfloat16"), (8, 2, "nvfp4")])
+@pytest.mark.parametrize("longest", [1, 15, 17, 100, 4096])
+def test_every_size_has_its_kernels_rehearsed(experts: int, k: int, expert_format: str, longest: int) -> None:
+    """Tiles and block sizes of the GEMM, and the numbers that Triton compiles for; not more sizes than it needs."""
+    record = layout(expert_format, 64, 32)
+
+    def kernels(tokens: int) -> object:
+        return kernels_of(tokens, k, None), variant(tokens, k, experts, record)
+
+    sizes = sizes_to_rehearse(longest, kernels)
+    assert sizes[-1] == longest and sizes == sorted(set(sizes)) and sizes[0] == 1
+    rehearsed = {kernels(size) for size in sizes}
+    assert all(kernels(tokens) in rehearsed for tokens in range(1, longest + 1))
+    assert len(sizes) <= len(rehearsed) + 1 <= 60
