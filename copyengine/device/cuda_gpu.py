@@ -33,7 +33,7 @@ class Gpu:
 
 
 def check_ordinal(driver: Driver, ordinal: int) -> None:
-    """ConfigError if there is no GPU number `ordinal`."""
+    """ConfigError, naming the settings of copy engine and worker, if there is no GPU number `ordinal`."""
     count = driver.device_count()
     if ordinal >= count:
-        raise ConfigError(f"--ordinal {ordinal}: the number of GPUs here is {count}, and the first is number 0")
+        raise ConfigError(f"--device cuda --ordinal {ordinal}: the number of GPUs here is {count}, the first is number 0")

@@ -14,7 +14,7 @@ from copyengine.copier import Attachment, Copier
 from copyengine.device import LANDED, Bank, Run
 from copyengine.device.cuda import BATCH_RUN_NBYTES, BATCH_RUNS, CudaCopyDevice, CudaMemory
 from copyengine.device.cuda_driver import CudaError
-from copyengine.device.cuda_gpu import Gpu
+from copyengine.device.cuda_gpu import Gpu, check_ordinal
 from copyengine.device.cuda_worker import CudaWorkerDevice, DeviceMemory
 from copyengine.device.host import create_segment
 from copyengine.device.pinned import register_pinned
@@ -247,11 +247,17 @@ def test_any_thread_may_close_a_bank(rig: Rig) -> None:
 
 
 def test_no_such_gpu_is_a_config_error() -> None:
+    """Both sides say the same, in words that name the flags of either; the last one that there is will do."""
     driver = FakeCuda(FakeMachine(gpus=2)).driver()
-    with pytest.raises(ConfigError, match=r"--ordinal 2.*GPUs here is 2"):
-        CudaCopyDevice(2, False, driver)
-    with pytest.raises(ConfigError, match="--ordinal 2"):
-        CudaWorkerDevice(2, False, driver)
+    uses: list[Callable[[int], object]] = [
+        lambda ordinal: check_ordinal(driver, ordinal),
+        lambda ordinal: CudaCopyDevice(ordinal, False, driver).close(),
+        lambda ordinal: CudaWorkerDevice(ordinal, False, driver).close(),
+    ]
+    for use in uses:
+        use(1)
+        with pytest.raises(ConfigError, match=r"^--device cuda --ordinal 2: the number of GPUs here is 2, the first"):
+            use(2)
 
 
 @pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuStreamCreateWithPriority", "cuCtxGetStreamPriorityRange"])
