@@ -24,6 +24,7 @@ from copyengine.wire.lifecycle import Listening, StartFailed
 from kernels import admit
 from kernels.formats import RecordLayout, layout
 from tests.bench.flash_next import write_flash_next
+from worker.backend import PoolOrder
 from worker.cuda_backend import CudaBackend
 from worker.device_slots import DeviceSlots
 from worker.geometry import SlotGeometry
@@ -113,7 +114,7 @@ class Pool:
         self.released: list[str] = []
         self._engine = engine
         self._name = f"w{secrets.token_hex(4)}"
-        self.slots, _ = backend.make_slots(
+        order = PoolOrder(
             engine.run_id,
             self._name,
             geometry,
@@ -123,6 +124,7 @@ class Pool:
             self.released.append,
             lambda _: None,
         )
+        self.slots, _ = backend.make_slots(order)
         self.slots.pool.fill_(0xFF)  # what nobody copies is no number
         self._nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         x = torch.zeros(1, engine.record.hidden, dtype=torch.bfloat16, device=self.device)
