@@ -36,4 +36,4 @@ def check_ordinal(driver: Driver, ordinal: int) -> None:
     """ConfigError, naming the settings of copy engine and worker, if there is no GPU number `ordinal`."""
     count = driver.device_count()
     if ordinal >= count:
-        raise ConfigError(f"--device cuda --ordinal {ordinal}: the number of GPUs here is {count}, the first is number 0")
+        raise ConfigError(f"--device cuda --ordinal {ordinal}: the number of GPUs here is {count}, the first is 0")
