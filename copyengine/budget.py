@@ -14,7 +14,7 @@ from copyengine import gpu_limits
 from copyengine.checkpoint.tensors import dense_tensors
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import MAX_QUERY
-from copyengine.query import Device, query_experts, stream_groups
+from copyengine.query import DeviceKind, query_experts, stream_groups
 from copyengine.wire.errors import ConfigError
 from copyengine.workspace import context_nbytes, gpu_step_nbytes, host_step_nbytes
 from kernels.formats import ITEMSIZE
@@ -124,7 +124,7 @@ def plan_banks(spec: ModelSpec, record_nbytes: int, available_nbytes: int, worke
 class _Place(Struct, frozen=True):
     """The memory that is planned for."""
 
-    device: Device
+    device: DeviceKind
     name: str
     reserve_nbytes: int
 
