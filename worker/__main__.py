@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import zmq.asyncio
 
 from copyengine.device.cuda_driver import CudaError, load_driver
+from copyengine.device.cuda_gpu import check_ordinal
 from copyengine.device.host import end_now, reclaim_stale
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError, PeerDied
@@ -71,12 +72,10 @@ def device_name(config: WorkerConfig) -> str:
         return "cpu"
     try:
         driver = load_driver()
-        count = driver.device_count()
-        if config.ordinal >= count:
-            raise ConfigError(f"this machine has {count} GPUs, numbered from 0")
-        return f"cuda:{config.ordinal} {driver.name(driver.device(config.ordinal))}"
     except (ConfigError, CudaError) as error:
         raise ConfigError(f"--device cuda --ordinal {config.ordinal}: {error}") from None
+    check_ordinal(driver, config.ordinal)
+    return f"cuda:{config.ordinal} {driver.name(driver.device(config.ordinal))}"
 
 
 def bring_torch(threads: int) -> None:
