@@ -108,7 +108,7 @@ def lacking_for_gpus() -> str:
     torch = importlib.util.find_spec("torch")
     version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     if version and version.exists() and not re.search(r"^cuda\b.*=\s*['\"]", version.read_text("utf-8"), re.MULTILINE):
-        return "torch is installed without CUDA"
+        return "torch is installed without CUDA (install a CUDA build of it to use a GPU)"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:

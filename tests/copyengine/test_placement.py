@@ -156,7 +156,11 @@ def test_an_old_gpu_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("cuda: Optional[str] = '13.0'\n", "", ""),
         ("cuda = '12.8'\n", "", ""),
-        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", "", "torch is installed without CUDA"),
+        (
+            "cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n",
+            "",
+            "torch is installed without CUDA (install a CUDA build of it to use a GPU)",
+        ),
         ("cuda: Optional[str] = '13.0'\n", "triton", "triton is not installed"),
         ("cuda: Optional[str] = '13.0'\n", "cuda", "cuda-bindings is not installed"),
         ("cuda: Optional[str] = '13.0'\n", "cuda.bindings", "cuda-bindings is not installed"),
