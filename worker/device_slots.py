@@ -127,7 +127,7 @@ class DeviceSlots:
 
     @property
     def decode_routing(self) -> torch.Tensor:
-        """[L, E] int64: in how many decode steps each expert was routed to. Prefill does not count."""
+        """[L, E] int64: in how many decode steps, failed ones too, each expert was routed to. Without prefill."""
         return self._admission.routing.cpu()
 
     def stats(self) -> dict[Mode, ExpertStats]:
@@ -146,12 +146,12 @@ class DeviceSlots:
         self._watch.begin()
         self._mode = mode
         self._step = ExpertStats()
+        self._clock_before.copy_(self._state.clock)
         if self._writer.begin_step():
             self._wake()
         self._begin(mode)
 
     def _begin(self, mode: Mode) -> None:
-        self._clock_before.copy_(self._state.clock)
         if mode == "streamed":
             for number in range(self.geometry.stream_groups):
                 self._request(number)
@@ -160,7 +160,7 @@ class DeviceSlots:
     def rehearsal(self, mode: Mode) -> Iterator[None]:
         """A step inside it rings for nothing, waits for nothing and computes nothing true; it leaves no trace.
 
-        Only as long as nothing is resident.
+        Only before the first step.
         """
         self._watch.begin()
         self._admission.control[admit.ERROR] = 1
@@ -236,11 +236,11 @@ class DeviceSlots:
         counters, drawn = rest[: len(self._counted)], rest[len(self._counted) :]
         self._step = self._since(counters)
         self._watch.check()
-        if failed or highest > LANDED:
-            raise CopyFailed("experts of this step did not land")
-        if error:
+        if error:  # for good: the device rings nothing any more
             self._watch.release("the copy engine took no query from its full ring")
             self._watch.check()
+        if failed or highest > LANDED:
+            raise CopyFailed("experts of this step did not land")
         return drawn
 
     def _outcome(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -277,7 +277,11 @@ class DeviceSlots:
             self._watch.mark()
             self._watch.wait()
             self._watch.wait_for_flags()
-            self._forget_step()
+            try:
+                self._forget_step()
+            except torch.OutOfMemoryError:  # it may be what the step failed of
+                torch.cuda.empty_cache()
+                self._forget_step()
             counters = torch.cat([self._admission.stats, self._streaming.stats]).tolist()
             self._step = add(self._step, self._since(counters))
             ended = True
@@ -327,6 +331,7 @@ class DeviceSlots:
         for word in (admit.ERROR, admit.FAILED):
             admission.control[word] = 0
         self._flag_words.fill_(LANDED)
+        self._counted = [0] * len(self._counted)
 
     def _finish(self, ended: bool) -> None:
         assert self._mode is not None, "no step has begun"

@@ -1,5 +1,6 @@
 """One step: RunStep in, tokens out. Checks what was asked, runs the model, draws the tokens."""
 
+import traceback
 from typing import NamedTuple, Protocol
 
 import torch
@@ -110,6 +111,7 @@ class StepRunner:
             tokens = self._experts.collect(compute())
             return tokens, self._experts.end_step()
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which hold the step's tensors
             self._experts.abort_step()
             if isinstance(error, torch.OutOfMemoryError):
                 raise RequestRefused("out_of_memory", f"{error}; lower --chunked-prefill-size or --slots") from None

@@ -17,6 +17,7 @@ from copyengine.device import Bank, CopyDevice, Memory, Run, Stream
 from copyengine.device.cuda_driver import CudaError
 from copyengine.device.host import HostCopyDevice
 from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, SlotstreamError
+from kernels import admit
 from kernels.formats import RecordLayout, layout
 from tests.worker.device_rig import HostedDevice, HostedStream, Place, Rig, hosted, rig_on
 from tests.worker.random_weights import random_bank
@@ -191,6 +192,28 @@ def silent(place: Place) -> None:
         rig.close()
 
 
+def full_ring() -> None:
+    """What a launch leaves that found the ring full: the step ends, and it is told once, for nothing is rung again."""
+    record = layout("float32", 16, 16)
+    place = hosted()
+    rng = random.Random(3)
+    with rig_on(place, geometry_of(record, 9, 2, 2), record, banks_of(record, torch.float32)) as rig:
+        given = [routing(rng, place, EXPERTS, 5, 2, 16) for _ in range(LAYERS)]
+        rehearse(rig, "demand", given)
+        step(rig, "demand", given[:1])
+        rig.slots.begin_step("demand")
+        rig.slots._admission.control[admit.ERROR] = 1
+        for layer, one in enumerate(given):
+            rig.slots(layer, *one)
+        try:
+            rig.slots.collect(torch.zeros(1, dtype=torch.int64))
+            raise AssertionError("a step without its experts was collected")
+        except PeerDied:
+            rig.slots.abort_step()
+        assert len(rig.released) == 1 and "full ring" in rig.released[0]
+        assert isinstance(_error(rig, "demand", given), PeerDied)
+
+
 class BrokenDevice(HostedDevice):
     """Works until it is told to break; nothing does afterwards."""
 
@@ -252,6 +275,7 @@ def main() -> None:
     failed_copies(copies, hosted(copies))
     released(hosted())
     broken()
+    full_ring()
 
 
 if __name__ == "__main__":
