@@ -301,8 +301,10 @@ def test_shutdown_ends_serving_and_closing_frees_the_engine(on_loop: OnLoop) -> 
         await rig.server.close()
         assert rig.engine.released and not rig.engine.closed
         assert await rig.server.free(5) and rig.engine.closed, "a step that waited for a copy has ended"
-        with pytest.raises(PeerDied):
-            await running
+        (outcome,) = await asyncio.gather(
+            running, return_exceptions=True
+        )  # answered, if it ended before the socket did
+        assert isinstance(outcome, PeerDied) or (isinstance(outcome, Failed) and outcome.code == "peer_died")
         assert client.lost.is_set()
         await client.close()
         context.term()
