@@ -286,27 +286,34 @@ def test_malformed_frames_are_counted_and_harm_nobody(on_loop: OnLoop) -> None:
     on_loop(main)
 
 
+@contextlib.asynccontextmanager
+async def shut_down_in_a_step(rig: Rig, context: zmq.asyncio.Context) -> AsyncIterator[asyncio.Task[Any]]:
+    """A step that waits for a copy, its worker told to end and closed. The client's connection is lost after it."""
+    serving = asyncio.create_task(rig.server.serve())
+    client = WorkerClient(context, rig.endpoint)
+    await client.load(Load("m"), 5)
+    rig.engine.gate.clear()
+    running = asyncio.create_task(client.run_step(step(1), 5))
+    await asyncio.sleep(0.05)
+    await client.shutdown()
+    await serving
+    await rig.server.close()
+    yield running
+    async with asyncio.timeout(5):
+        await client.lost.wait()
+    await client.close()
+
+
 def test_shutdown_ends_serving_and_closing_frees_the_engine(on_loop: OnLoop) -> None:
     async def main() -> None:
         context = zmq.asyncio.Context()
         rig = Rig(context)
-        serving = asyncio.create_task(rig.server.serve())
-        client = WorkerClient(context, rig.endpoint)
-        await client.load(Load("m"), 5)
-        rig.engine.gate.clear()
-        running = asyncio.create_task(client.run_step(step(1), 5))
-        await asyncio.sleep(0.05)
-        await client.shutdown()
-        await serving
-        await rig.server.close()
-        assert rig.engine.released and not rig.engine.closed
-        assert await rig.server.free(5) and rig.engine.closed, "a step that waited for a copy has ended"
-        (outcome,) = await asyncio.gather(
-            running, return_exceptions=True
-        )  # answered, if it ended before the socket did
-        assert isinstance(outcome, PeerDied) or (isinstance(outcome, Failed) and outcome.code == "peer_died")
-        assert client.lost.is_set()
-        await client.close()
+        async with shut_down_in_a_step(rig, context) as running:
+            assert rig.engine.released and not rig.engine.closed
+            assert await rig.server.free(5) and rig.engine.closed, "a step that waited for a copy has ended"
+            (outcome,) = await asyncio.gather(running, return_exceptions=True)
+            # answered, if it ended before the socket did
+            assert isinstance(outcome, PeerDied) or (isinstance(outcome, Failed) and outcome.code == "peer_died")
         context.term()
 
     on_loop(main)
@@ -318,22 +325,13 @@ def test_memory_is_not_freed_under_a_step_that_does_not_end(on_loop: OnLoop) -> 
     async def main() -> None:
         context = zmq.asyncio.Context()
         rig = Rig(context)
-        serving = asyncio.create_task(rig.server.serve())
-        client = WorkerClient(context, rig.endpoint)
-        await client.load(Load("m"), 5)
-        rig.engine.gate.clear()
         rig.engine.release = lambda why: None  # type: ignore[method-assign]
-        running = asyncio.create_task(client.run_step(step(1), 5))
-        await asyncio.sleep(0.05)
-        await client.shutdown()
-        await serving
-        await rig.server.close()
-        assert not await rig.server.free(0.1)
-        assert not rig.engine.closed
-        rig.engine.gate.set()
-        with pytest.raises(PeerDied):
-            await running
-        await client.close()
+        async with shut_down_in_a_step(rig, context) as running:
+            assert not await rig.server.free(0.1)
+            assert not rig.engine.closed
+            rig.engine.gate.set()
+            with pytest.raises(PeerDied):
+                await running
         context.term()
 
     on_loop(main)
