@@ -58,6 +58,19 @@ class PoolOrder:
     on_bytes: OnBytes
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """A model, and the steps that it will be given."""
+
+    spec: ModelSpec
+    model: Decoder
+    kv: KvCache
+    slots: Slots | None  # None for a dense model
+    table_pages: int  # of a decode step's page table; 0 if there is none
+    largest_step: int  # rows
+    max_running: int  # sequences of a decode step
+
+
 class Backend(Protocol):
     """Memory, slots and graphs of one kind of device. Made and used on the compute thread."""
 
@@ -92,16 +105,7 @@ class Backend(Protocol):
         """Decode steps of up to `max_running` sequences as graphs; None where there are none."""
         ...
 
-    def rehearse(
-        self,
-        spec: ModelSpec,
-        model: Decoder,
-        kv: KvCache,
-        slots: Slots | None,
-        table_pages: int,
-        largest_step: int,
-        max_running: int,
-    ) -> None:
+    def rehearse(self, rehearsal: Rehearsal) -> None:
         """Load every kernel that a step may need, before the pool is served."""
         ...
 
@@ -146,16 +150,7 @@ class HostBackend:
     def graphs(self, model: Decoder, max_running: int) -> None:
         """See Backend."""
 
-    def rehearse(
-        self,
-        spec: ModelSpec,
-        model: Decoder,
-        kv: KvCache,
-        slots: Slots | None,
-        table_pages: int,
-        largest_step: int,
-        max_running: int,
-    ) -> None:
+    def rehearse(self, rehearsal: Rehearsal) -> None:
         """See Backend: there are none."""
 
     def close(self) -> None:

@@ -9,10 +9,9 @@ from copyengine.budget import GPU_RESERVE_STARTED_NBYTES, Budget, Wanted, plan_g
 from copyengine.device.cuda_worker import CudaWorkerDevice
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Dtype
-from worker.backend import PoolOrder, Slots
+from worker.backend import PoolOrder, Rehearsal
 from worker.decode_graphs import DecodeGraphs
 from worker.device_slots import DeviceSlots
-from worker.kv import KvCache
 from worker.model.stack import Decoder
 from worker.rehearsal import rehearse
 from worker.step_device import Allocation
@@ -82,19 +81,9 @@ class CudaBackend:
         """See worker.backend.Backend."""
         return DecodeGraphs(model, self.device, max_running)
 
-    def rehearse(
-        self,
-        spec: ModelSpec,
-        model: Decoder,
-        kv: KvCache,
-        slots: Slots | None,
-        table_pages: int,
-        largest_step: int,
-        max_running: int,
-    ) -> None:
+    def rehearse(self, rehearsal: Rehearsal) -> None:
         """See worker.backend.Backend."""
-        assert slots is None or isinstance(slots, DeviceSlots)
-        rehearse(spec, model, kv, slots, table_pages, largest_step, max_running)
+        rehearse(rehearsal)
 
     def close(self) -> None:
         """Give the device back."""

@@ -15,7 +15,7 @@ from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
 from copyengine.records import record_layout
 from kernels.formats import RecordLayout
-from worker.backend import Backend, PoolOrder, Slots
+from worker.backend import Backend, PoolOrder, Rehearsal, Slots
 from worker.dense_steps import DenseSteps
 from worker.dummy import dummy_dense
 from worker.expert_stats import MODES
@@ -182,7 +182,7 @@ def build_runner(
     longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
     table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0
     slots = pool.slots if pool else None
-    backend.rehearse(spec, decoder, kv, slots, table_pages, load.max_step_tokens, load.max_running)
+    backend.rehearse(Rehearsal(spec, decoder, kv, slots, table_pages, load.max_step_tokens, load.max_running))
     graphs = backend.graphs(decoder, load.max_running)
     steps = slots or DenseSteps(backend.synchronize, on_broken)
     return StepRunner(spec, decoder, kv, steps, table_pages, graphs), kv

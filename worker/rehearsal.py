@@ -9,11 +9,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from copyengine.model_spec import ModelSpec
 from kernels.grouped_gemm import variant
+from worker.backend import Rehearsal
 from worker.device_slots import DeviceSlots
-from worker.kv import KvCache
-from worker.model.stack import Decoder
 from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.step import forward
 from worker.step_inputs import on_device, step_arrays
@@ -25,31 +23,26 @@ ALIGNED = 16
 
 
 @torch.inference_mode()
-def rehearse(
-    spec: ModelSpec,
-    model: Decoder,
-    kv: KvCache,
-    slots: DeviceSlots | None,
-    table_pages: int,
-    largest_step: int,
-    max_running: int,
-) -> None:
-    """Steps of every kind and of up to `largest_step` rows, which mean nothing; pages may hold anything after it."""
-    longest = min(largest_step, kv.num_pages * kv.page_tokens)
-    experts_per_token = spec.moe.experts_per_token if spec.moe else 1
+def rehearse(rehearsal: Rehearsal) -> None:
+    """Steps of every kind and of all sizes, which mean nothing; pages may hold anything after it."""
+    kv, slots = rehearsal.kv, rehearsal.slots
+    assert slots is None or isinstance(slots, DeviceSlots)
+    longest = min(rehearsal.largest_step, kv.num_pages * kv.page_tokens)
+    moe = rehearsal.spec.moe
+    experts_per_token = moe.experts_per_token if moe else 1
     sizes = sizes_to_rehearse(longest, lambda tokens: kernels_of(tokens, experts_per_token, slots))
     steps: list[tuple[Mode, int]] = [("demand", size) for size in sizes]
     steps += [("streamed", size) for size in (sizes[0], longest)]
-    steps += [("decode", batch) for batch in range(1, min(max_running, kv.num_pages) + 1)]
+    steps += [("decode", batch) for batch in range(1, min(rehearsal.max_running, kv.num_pages) + 1)]
     for mode, rows in steps:
         step = _step(mode, rows, kv.page_tokens)
-        arrays = step_arrays(step, kv.page_tokens, table_pages if mode == "decode" else 0)
+        arrays = step_arrays(step, kv.page_tokens, rehearsal.table_pages if mode == "decode" else 0)
         inputs = on_device(step, arrays, kv.layers[0].k.device)
         if slots is None:
-            forward(model, inputs)
+            forward(rehearsal.model, inputs)
             continue
         with slots.rehearsal(mode):
-            forward(model, inputs)
+            forward(rehearsal.model, inputs)
 
 
 def sizes_to_rehearse(longest: int, kernels: Callable[[int], Hashable]) -> list[int]:

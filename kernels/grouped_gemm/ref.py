@@ -16,8 +16,6 @@ from kernels.formats import RecordLayout
 from kernels.moe_align import Alignment, Blocks
 from kernels.quant import Nvfp4, dequant
 
-_ELEMENT = {"uint8": torch.uint8, "float8_e4m3": torch.float8_e4m3fn}
-
 
 def matrices(record: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up [2I, H] and down [H, I] of a `record` [record_nbytes] uint8; unquantised ones are views of it."""
