@@ -15,11 +15,13 @@ from copyengine.protocol import Dtype
 from kernels.formats import layout
 from tests.worker.device_rig import Rig, on_gpu, rig_on
 from tests.worker.resident_experts import read_banks, resident_runner
+from worker.backend import Rehearsal
 from worker.decode_graphs import DecodeGraphs
 from worker.geometry import SlotGeometry
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.protocol import Mode, RunStep, Sampling, SequenceStep
+from worker.rehearsal import rehearse
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
@@ -29,6 +31,7 @@ SIZES = Sizes(
     layers=3, hidden=64, intermediate=32, experts=16, experts_per_token=4, heads=4, kv_heads=2, vocab_size=512
 )
 PAGE_TOKENS = 16
+LONGEST = 100
 GREEDY = Sampling()
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
 
@@ -64,7 +67,23 @@ def device_model(directory: str, dtype: Dtype, slots: int = 20, graphs: bool = F
         kv = KvCache(spec, 64, PAGE_TOKENS, kind, where)
         model = build_model(spec, load_dense(checkpoint, dtype, where, lambda _: None), kv, rig.slots)
         by_graph = DecodeGraphs(model, where, 8) if graphs else None
+        load_kernels(Rehearsal(spec, model, kv, rig.slots, 8, LONGEST, 8))
         yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph), kv, by_graph)
+
+
+@torch.inference_mode()
+def load_kernels(rehearsal: Rehearsal) -> None:
+    """All that steps of up to LONGEST tokens launch, whole or by run_full: a first launch may wait for a stream that
+    waits for the copies, which this process makes."""
+    rehearse(rehearsal)
+    for layer in rehearsal.kv.layers:
+        layer.k.zero_()
+        layer.v.zero_()
+    hidden = torch.zeros(LONGEST, rehearsal.spec.hidden, dtype=rehearsal.kv.layers[0].k.dtype, device="cuda")
+    for rows in range(1, LONGEST + 1):
+        logits = rehearsal.model.logits(hidden[:rows])
+    logits[torch.zeros(1, dtype=torch.int64, device="cuda")]
+    torch.cuda.synchronize()
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -89,7 +108,7 @@ def test_logits_are_the_hosts(directory: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_demand_and_streamed_prefill_have_the_same_bits(directory: str, dtype: Dtype) -> None:
     """Hidden states, logits and KV; a pool smaller than a layer's experts, one that fits, one for everything."""
-    tokens = prompt(100, 1)
+    tokens = prompt(LONGEST, 1)
     seen = []
     for slots in (8, 16, 60):
         for mode in ("demand", "streamed", "demand"):

@@ -88,6 +88,7 @@ def slow_copies() -> Iterator[Place]:
                 torch.cuda._sleep(self.rng.randrange(1, 200_000))  # up to 0.1 ms
 
     def make() -> CopyDevice:
+        torch.cuda._sleep(1)  # loaded before a stream waits for the copies: loading would wait for it
         return Slow(local=True)
 
     yield on_gpu(make)
@@ -121,6 +122,9 @@ def test_a_chunk_on_demand_has_the_bits_of_the_streamed_one(expert_format: str, 
             one = checks.routing(rng, place, 8, tokens, k, 256)
             return checks.Routing(one.x.to(dtype), one.weights, one.experts)
 
+        sizes: dict[Mode, int] = {"demand": 600, "streamed": 600, "decode": 1}
+        for mode, tokens in sizes.items():
+            checks.rehearse(rig, mode, [given(tokens, 2)] * checks.LAYERS)
         for repeat in range(REPEATS):
             chunk = [given(600, 2) for _ in range(checks.LAYERS)]
             forget_all(rig)
