@@ -1,8 +1,8 @@
 """The CUDA backend of a worker: memory that the copy engine can map, the ring that kernels write, flags to wait for.
 
-Words are written and read on a stream of our own, since the compute stream may be waiting for just these words; and by
-DMA, for a memset is a kernel, which stood behind the waits of other streams as soon as eight of them waited (H200,
-2026-11).
+Words are written and read on a stream of our own, since the compute stream may be waiting for just these words. Where
+eight streams of a process wait, what is written stands behind them (by a memset and by a copy; one that waits is no
+trouble, reading never is: H200, 2026-11); a worker has one that does.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ BLOCK_NBYTES = 2 << 20
 """The driver puts smaller allocations together into blocks of this size, and exports whole blocks."""
 
 WORDS = 1024
-"""How many words are read or written at a time."""
+"""How many words are read at a time."""
 
 WORDS_S = 5.0
 """Seconds that writing or reading words may take."""
@@ -115,9 +115,7 @@ class CudaWorkerDevice:
             ) from None
         memory = DeviceMemory(self._gpu, address, MemoryHandle("cuda_local", f"{address:x}", nbytes, self.link))
         try:
-            with self._at_once():
-                driver.fill_words(address, 0, whole // 4, self._stream)
-                self._finish()
+            self.write_words(address, 0, whole // 4)
             if not self._local:
                 memory.handle = MemoryHandle("cuda_ipc", self._export(address), nbytes, self.link)
             if on_bytes is not None:
@@ -139,11 +137,7 @@ class CudaWorkerDevice:
     def write_words(self, address: int, value: int, count: int) -> None:
         """Set `count` 32-bit words from `address` on, at once, whatever other streams do. CudaError after WORDS_S."""
         with self._at_once():
-            words = (ctypes.c_uint32 * WORDS).from_address(self._words)
-            words[:] = [value] * WORDS
-            for first in range(0, count, WORDS):
-                nbytes = 4 * min(WORDS, count - first)
-                self._driver.copy_to_device(address + 4 * first, self._words, nbytes, self._stream)
+            self._driver.fill_words(address, value, count, self._stream)
             self._finish()
 
     def read_words(self, address: int, count: int) -> list[int]:

@@ -38,8 +38,8 @@ def conditions(machine: str = "", packages: Sequence[str] = PACKAGES) -> str:
 
 def gpu_conditions(name: str) -> str:
     """The same on a machine with the GPU `name`, for a benchmark that needs torch and triton alone."""
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
-    return conditions(f"{name}, driver {driver}", ("torch", "triton"))
+    drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # a line for each GPU
+    return conditions(f"{name}, driver {drivers.partition(chr(10))[0] or 'unknown'}", ("torch", "triton"))
 
 
 def keep(name: str, text: str) -> Path:

@@ -146,12 +146,7 @@ class CudaWorker:
 
     def fill_pool(self, byte: int) -> None:
         """Every byte of the pool."""
-        self.device._gpu.enter()
-        driver = self.device._driver
-        driver.fill_words(self.pool.address, byte * 0x01010101, self.pool.nbytes // 4, self.stream)
-        driver.record(self.event, self.stream)
-        while not driver.has_happened(self.event):
-            time.sleep(0)
+        self.device.write_words(self.pool.address, byte * 0x01010101, self.pool.nbytes // 4)
 
     def close(self) -> None:
         """Free all of it."""

@@ -116,7 +116,12 @@ def on_gpu(make_copies: Callable[[], CopyDevice] | None = None) -> Place:
     copies = make_copies() if make_copies else CudaCopyDevice(local=True)
     where = torch.device("cuda", 0)
     torch.cuda.set_stream(torch.cuda.Stream(where))
-    return Place(device, ComputeStream(), as_tensor, copies, where, device.close)
+
+    def close() -> None:
+        copies.close()
+        device.close()
+
+    return Place(device, ComputeStream(), as_tensor, copies, where, close)
 
 
 class Rig:
