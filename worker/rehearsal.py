@@ -18,9 +18,6 @@ from worker.step_inputs import on_device, step_arrays
 
 SETTINGS = (Sampling(), Sampling(temperature=0.7, top_k=20, top_p=0.9))
 
-ALIGNED = 16
-"""Triton compiles for a number that this divides, for 1, and for all others."""
-
 
 @torch.inference_mode()
 def rehearse(rehearsal: Rehearsal) -> None:
@@ -54,9 +51,11 @@ def sizes_to_rehearse(longest: int, kernels: Callable[[int], Hashable]) -> list[
 
 
 def kernels_of(tokens: int, k: int, slots: DeviceSlots | None) -> Hashable:
-    """Steps of this many tokens for which it is equal run the same kernels."""
-    routes = tokens * k
-    compiled = (tokens == 1, tokens % ALIGNED == 0, routes % ALIGNED == 0, (routes - 1).bit_length())
+    """Steps of this many tokens for which it is equal run the same kernels.
+
+    Those compile for powers of two, and have no argument, but for a stride, that Triton would compile for by its value.
+    """
+    compiled = (tokens == 1, (tokens * k - 1).bit_length())
     return (compiled, variant(tokens, k, slots.geometry.experts, slots.layout)) if slots else compiled
 
 

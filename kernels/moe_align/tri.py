@@ -88,7 +88,7 @@ def _keys(experts_ptr, chunk, count, num_experts, CHUNK: tl.constexpr):
     return expert * CHUNK + place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _sort_one_chunk(experts_ptr, routes_ptr, offsets_ptr, count, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
     keys = _keys(experts_ptr, 0, count, num_experts, CHUNK)
     counts = tl.histogram(keys // CHUNK, BINS)
@@ -98,7 +98,7 @@ def _sort_one_chunk(experts_ptr, routes_ptr, offsets_ptr, count, num_experts, BI
     tl.store(routes_ptr + place, tl.sort(keys) % CHUNK, mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _align_few(
     experts_ptr,
     routes_ptr,
@@ -138,7 +138,7 @@ def _align_few(
     tl.store(starts_ptr + num_experts, tl.sum(opens.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _align_one_chunk(
     experts_ptr,
     routes_ptr,
@@ -178,14 +178,14 @@ def _write_blocks(expert_ptr, first_ptr, rows_ptr, expert, begin, counts, start,
         j += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _count_chunk(experts_ptr, counts_ptr, count, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     counts = tl.histogram(_keys(experts_ptr, chunk, count, num_experts, CHUNK) // CHUNK, BINS)
     tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _place_chunks(counts_ptr, offsets_ptr, chunks, num_experts, BINS: tl.constexpr):
     """Each chunk's count becomes the place of its expert's first route, less its place in the sorted chunk."""
     bins = tl.arange(0, BINS)
@@ -204,7 +204,7 @@ def _place_chunks(counts_ptr, offsets_ptr, chunks, num_experts, BINS: tl.constex
         chunk += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _sort_chunk(experts_ptr, places_ptr, routes_ptr, count, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     keys = tl.sort(_keys(experts_ptr, chunk, count, num_experts, CHUNK))
