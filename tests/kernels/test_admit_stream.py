@@ -23,12 +23,12 @@ def test_compiles_for_sm_90(experts: int) -> None:
     """No GPU is needed for it. The ring's words are read and written as admission does it."""
     pytest.importorskip("triton")
     from kernels.admit import tri_stream
-    from tests.kernels.ahead_of_time import SHARED_NBYTES, compile_for_hopper
+    from tests.kernels.compiled_for import SHARED_NBYTES, compile_for
 
     types = dict.fromkeys(("slot_of", "tables", "flags", "control"), "*i32") | {"stats": "*i64"}
     types |= dict.fromkeys(tri_stream.SCALARS, "i32") | {"ring": "i64"}
-    compiled = compile_for_hopper(tri_stream.request_kernel, types, tri_stream.launch_options(experts, 4))
-    assert compiled.metadata.shared <= SHARED_NBYTES
+    compiled = compile_for(90, tri_stream.request_kernel, types, tri_stream.launch_options(experts, 4))
+    assert compiled.metadata.shared <= SHARED_NBYTES[90]
     lines = [line for line in compiled.asm["ptx"].splitlines() if ".sys." in line]
     assert [line.split("@p ")[1].split()[0] for line in lines] == [
         "ld.acquire.sys.global.b32",

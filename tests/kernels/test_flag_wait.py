@@ -25,9 +25,9 @@ def test_compiles_for_sm_90() -> None:
     """One warp, in whose loop the word is loaded with an acquire of the system's scope."""
     pytest.importorskip("triton")
     from kernels.flag_wait import tri
-    from tests.kernels.ahead_of_time import compile_for_hopper
+    from tests.kernels.compiled_for import compile_for
 
-    compiled = compile_for_hopper(tri.spin_kernel, {"flags": "*i32", "index": "i32"}, {"PTX": True, "num_warps": 1})
+    compiled = compile_for(90, tri.spin_kernel, {"flags": "*i32", "index": "i32"}, {"PTX": True, "num_warps": 1})
     assert compiled.asm["ptx"].count("ld.acquire.sys.global.b32") == 1 and ".reqntid 32" in compiled.asm["ptx"]
 
 

@@ -253,11 +253,11 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("format_name", "tokens"), [("nvfp4", 17), ("nvfp4", 1024), ("nvfp4", 4096), ("bfloat16", 128)]
 )
-def test_the_triton_kernels_compile_for_hopper(format_name: str, tokens: int) -> None:
+def test_the_triton_kernels_compile_for_sm_90(format_name: str, tokens: int) -> None:
     """Against the shared memory of sm_90, and warpgroup matrix instructions fed from registers; nothing spills."""
     pytest.importorskip("triton")
     from kernels.grouped_gemm import tri
-    from tests.kernels.ahead_of_time import SHARED_NBYTES, compile_for_hopper
+    from tests.kernels.compiled_for import SHARED_NBYTES, compile_for
 
     record, types = layout(format_name, 2560, 640), kernel_types()
     tiles = cost.tiles(tokens, 10, 512, format_name)
@@ -265,11 +265,11 @@ def test_the_triton_kernels_compile_for_hopper(format_name: str, tokens: int) ->
         (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up)),
         (tri._down, tri.down_arguments(record, tiles.down)),
     ):
-        compiled = compile_for_hopper(kernel, types, arguments)
-        assert compiled.metadata.shared <= SHARED_NBYTES
+        compiled = compile_for(90, kernel, types, arguments)
+        assert compiled.metadata.shared <= SHARED_NBYTES[90]
         assert "wgmma.mma_async" in compiled.asm["ptx"]
     types["rows_ptr"] = "*bf16"
-    compile_for_hopper(tri._combine, types, {"H": 2560, "K": 10, "num_warps": 4})
+    compile_for(90, tri._combine, types, {"H": 2560, "K": 10, "num_warps": 4})
 
 
 def kernel_types() -> dict[str, str]:
@@ -280,11 +280,11 @@ def kernel_types() -> dict[str, str]:
 
 @pytest.mark.parametrize("geometry", [(2560, 640), (2048, 768), (96, 48)])
 @pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16"])
-def test_the_kernels_of_few_tokens_compile_for_hopper(format_name: str, geometry: tuple[int, int]) -> None:
+def test_the_kernels_of_few_tokens_compile_for_sm_90(format_name: str, geometry: tuple[int, int]) -> None:
     """One barrier, of the sum at the end: every thread loads what it needs, and 16 bytes of W at a time."""
     pytest.importorskip("triton")
     from kernels.grouped_gemm import tri_few
-    from tests.kernels.ahead_of_time import compile_for_hopper
+    from tests.kernels.compiled_for import compile_for
 
     record = layout(format_name, *geometry)
     tiles = cost.tiles(1, 10, 512, format_name)
@@ -293,7 +293,7 @@ def test_the_kernels_of_few_tokens_compile_for_hopper(format_name: str, geometry
         (tri_few._down, tri_few.arguments(record, "down", tiles.down)),
     ):
         types = {name: kind for name, kind in kernel_types().items() if name in kernel.arg_names}
-        text = compile_for_hopper(kernel, types, arguments).asm["ptx"]
+        text = compile_for(90, kernel, types, arguments).asm["ptx"]
         assert text.count("bar.sync") <= 1 and ".ftz" not in text
         assert "ld.global.v4.b32" in text or geometry == (96, 48)  # whose rows start in the middle of 16 bytes
 

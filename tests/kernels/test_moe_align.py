@@ -97,11 +97,11 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("bins", [2, 1024, 4096])
-def test_the_triton_kernels_compile_for_hopper(bins: int) -> None:
+def test_the_triton_kernels_compile_for_sm_90(bins: int) -> None:
     """Against the shared memory of sm_90."""
     pytest.importorskip("triton")
     from kernels.moe_align import tri
-    from tests.kernels.ahead_of_time import SHARED_NBYTES, compile_for_hopper
+    from tests.kernels.compiled_for import SHARED_NBYTES, compile_for
 
     pointers = ("experts", "routes", "offsets", "counts", "places", "starts", "expert", "first", "rows")
     types = {f"{name}_ptr": "*i32" for name in pointers} | dict.fromkeys(("count", "chunks", "num_experts"), "i32")
@@ -114,7 +114,7 @@ def test_the_triton_kernels_compile_for_hopper(bins: int) -> None:
         (tri._sort_chunk, {"CHUNK": tri.CHUNK, "num_warps": 8}),
         (tri._block_table, {"BLOCK_M": 16, "num_warps": 4}),
     ):
-        assert compile_for_hopper(kernel, types, {"BINS": bins, **arguments}).metadata.shared <= SHARED_NBYTES
+        assert compile_for(90, kernel, types, {"BINS": bins, **arguments}).metadata.shared <= SHARED_NBYTES[90]
 
 
 @pytest.mark.gpu
