@@ -12,6 +12,10 @@ MAX_FRAME_NBYTES = 64 * 2**20
 """Frames above this are dropped by the socket itself (ZMQ_MAXMSGSIZE); a prompt of 1 M token ids takes 5 MB."""
 
 
+MAX_REASON_CHARS = 300
+"""Of what the decoder says is wrong: it quotes the frame, which would come back whole, in a log line and a reply."""
+
+
 class Codec(Generic[M]):
     """Decodes one union of Structs, encodes anything."""
 
@@ -34,4 +38,4 @@ class Codec(Generic[M]):
         try:
             return self._decoder.decode(frame)  # type: ignore[no-any-return]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(str(error)) from None
+            raise WireError(str(error)[:MAX_REASON_CHARS]) from None

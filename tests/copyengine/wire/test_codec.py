@@ -1,12 +1,14 @@
 """Frames against themselves (round trip), and against anything that is none."""
 
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from copyengine.protocol import Attach, CopyCounters, Load, MemoryHandle, Reply, Request, StatsReply, Wake
-from copyengine.wire.codec import Codec
+from copyengine.wire.codec import MAX_REASON_CHARS, Codec
 from copyengine.wire.errors import WireError
 
 names = st.from_regex(r"\A[A-Za-z0-9._-]{1,64}\Z")
@@ -70,6 +72,27 @@ def test_text_that_is_no_utf8_and_bottomless_nesting() -> None:
     for frame in (b"\x81\xa4type\xa4\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xa1x" * 100_000):
         with pytest.raises(WireError):
             Codec[Reply](Reply).decode(frame)
+
+
+@pytest.mark.parametrize("value", [{"type": "x" * 10**6}, {"type": "x" * 10**6 + "\n"}])
+def test_what_is_said_of_a_frame_does_not_repeat_it(value: object) -> None:
+    """Against the bound: a decoder that quotes the frame would send a megabyte back."""
+    with pytest.raises(WireError) as dropped:
+        Codec[Request](Request).decode(msgspec.msgpack.encode(value))
+    assert len(str(dropped.value)) == MAX_REASON_CHARS
+
+
+@pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"])
+def test_a_length_that_the_frame_does_not_have_allocates_nothing(head: bytes) -> None:
+    """An array, a map, text, bytes and an extension of 2^32 - 1, as a field that is known and as one that is not."""
+    for field in (b"worker", b"nobody"):
+        frame = b"\x82\xa4type\xa4Wake\xa6" + field + head + b"\xff\xff\xff\xff"
+        tracemalloc.start()
+        with pytest.raises(WireError):
+            Codec[Request](Request).decode(frame)
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_nbytes < 1_000_000
 
 
 def test_a_peer_that_knows_one_field_more_or_less_is_understood() -> None:
