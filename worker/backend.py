@@ -19,7 +19,7 @@ from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model.moe import Experts
 from worker.model.stack import Decoder
-from worker.protocol import ExpertStats, Mode
+from worker.protocol import ExpertStats, LayerTraffic, Mode
 from worker.slots import ExpertSlots
 from worker.step import DecodeGraphs, StepExperts
 
@@ -33,7 +33,14 @@ class Slots(StepExperts, Protocol):
     @property
     def attach_request(self) -> Attach: ...
 
+    @property
+    def decode_routing(self) -> torch.Tensor:
+        """[L, E] int64."""
+        ...
+
     def stats(self) -> dict[Mode, ExpertStats]: ...
+
+    def layer_stats(self) -> dict[Mode, LayerTraffic]: ...
 
     def resident(self) -> int: ...
 

@@ -12,6 +12,8 @@ from worker.protocol import (
     FINAL,
     Done,
     Failed,
+    LayerStats,
+    LayerStatsReply,
     Load,
     Loaded,
     LoadProgress,
@@ -58,6 +60,10 @@ class WorkerClient:
     async def stats(self) -> StatsReply:
         """Its counters."""
         return await self._rpc.expect(Stats(), StatsReply, ANSWER_S)
+
+    async def layer_stats(self, deadline_s: float) -> LayerStatsReply:
+        """Its counters of each layer, once the step that runs is over."""
+        return await self._rpc.expect(LayerStats(), LayerStatsReply, deadline_s)
 
     async def shutdown(self) -> None:
         """End the process. That it is gone is as good an answer as its reply."""

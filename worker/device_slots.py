@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from copyengine.device import LANDED, OnBytes
@@ -23,12 +24,18 @@ from copyengine.wire.errors import CopyFailed, SlotstreamError
 from kernels import admit
 from kernels.flag_wait import spin_until_set
 from kernels.formats import RecordLayout
-from worker.expert_stats import MODES, add
+from worker.expert_stats import Traffic, TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
-from worker.protocol import ExpertStats, Mode
+from worker.protocol import ExpertStats, LayerTraffic, Mode
 from worker.step_device import Allocation, StepDevice, StepStream
 from worker.step_watch import StepWatch
+
+OUTCOME_WORDS = 4
+"""Of a step, before its counters: see DeviceSlots._outcome."""
+
+COUNTERS = len(admit.STATS) + len(admit.STREAM_STATS)
+"""That the device keeps of each layer."""
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +73,9 @@ class DeviceSlots:
         self.layout = layout
         self._wake = wake
         self._mode: Mode | None = None
-        self._totals = {mode: ExpertStats() for mode in MODES}
-        self._step = ExpertStats()
+        self._counters = TrafficCounters(geometry.layers, geometry.record_nbytes)
+        self._traffic = no_traffic(geometry.layers)  # of the running step
+        self._counted = no_traffic(geometry.layers)  # by the device, when the last step ended
         self._resident = 0
         queries = admit.most_queries(geometry.experts, geometry.slots, geometry.max_query)
         self._num_flags = queries + geometry.stream_groups
@@ -113,7 +121,6 @@ class DeviceSlots:
         )
         self._flag_words = flags
         self._clock_before = self._state.clock.clone()
-        self._counted = [0] * 5  # of the admission, then of the streaming, when the last step ended
 
     @property
     def attach_request(self) -> Attach:
@@ -132,7 +139,11 @@ class DeviceSlots:
 
     def stats(self) -> dict[Mode, ExpertStats]:
         """Counters since the start, per mode; the running step's are not in it."""
-        return dict(self._totals)
+        return self._counters.totals()
+
+    def layer_stats(self) -> dict[Mode, LayerTraffic]:
+        """The same by layer; on the thread that runs steps."""
+        return self._counters.by_layer()
 
     def resident(self) -> int:
         """Cache slots that held an expert when the last step ended."""
@@ -145,7 +156,7 @@ class DeviceSlots:
         assert self._mode is None, "the step before has not ended"
         self._watch.begin()
         self._mode = mode
-        self._step = ExpertStats()
+        self._traffic = no_traffic(self.geometry.layers)
         self._clock_before.copy_(self._state.clock)
         if self._writer.begin_step():
             self._wake()
@@ -232,15 +243,16 @@ class DeviceSlots:
         values = self._outcome(tokens)
         self._watch.mark()
         self._watch.wait()
-        failed, error, highest, self._resident, *rest = values.tolist()
-        counters, drawn = rest[: len(self._counted)], rest[len(self._counted) :]
-        self._step = self._since(counters)
+        drawn_from = OUTCOME_WORDS + COUNTERS * self.geometry.layers
+        failed, error, highest, self._resident = values[:OUTCOME_WORDS].tolist()
+        self._traffic += self._since(values[OUTCOME_WORDS:drawn_from])
         self._watch.check()
         if error:  # for good: the device rings nothing any more
             self._watch.release("the copy engine took no query from its full ring")
             self._watch.check()
         if failed or highest > LANDED:
             raise CopyFailed("experts of this step did not land")
+        drawn: list[int] = values[drawn_from:].tolist()
         return drawn
 
     def _outcome(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -253,8 +265,7 @@ class DeviceSlots:
                     control[admit.ERROR].reshape(1),
                     self._flag_words.max().to(torch.int64).reshape(1),
                     (self._state.owner != admit.ABSENT).sum().reshape(1),
-                    self._admission.stats,
-                    self._streaming.stats,
+                    self._counters_now(),
                     tokens,
                 ]
             )
@@ -262,8 +273,7 @@ class DeviceSlots:
 
     def end_step(self) -> ExpertStats:
         """End a step that has been collected; its counters."""
-        self._finish(ended=True)
-        return self._step
+        return self._finish(steps=1, ended=True)
 
     def abort_step(self) -> None:
         """End a step that failed: every slot that it used is forgotten. Does nothing if no step runs.
@@ -282,16 +292,14 @@ class DeviceSlots:
             except torch.OutOfMemoryError:  # it may be what the step failed of
                 torch.cuda.empty_cache()
                 self._forget_step()
-            counters = torch.cat([self._admission.stats, self._streaming.stats]).tolist()
-            self._step = add(self._step, self._since(counters))
+            self._traffic += self._since(self._counters_now().cpu())
             ended = True
         except SlotstreamError as error:
             log.error("a failed step did not end: %s", error)
         except (RuntimeError, CudaError) as error:  # of the device, after which it does nothing more
             self._watch.release(f"the device does not work any more: {error}")
         finally:
-            self._step = add(self._step, ExpertStats(steps=-self._step.steps))
-            self._finish(ended)
+            self._finish(steps=0, ended=ended)
 
     def release(self, why: str) -> None:
         """The copy engine is gone: end every wait; from now on all raises PeerDied(why). From any thread."""
@@ -331,24 +339,28 @@ class DeviceSlots:
         for word in (admit.ERROR, admit.FAILED):
             admission.control[word] = 0
         self._flag_words.fill_(LANDED)
-        self._counted = [0] * len(self._counted)
+        self._counted.fill(0)
 
-    def _finish(self, ended: bool) -> None:
+    def _finish(self, steps: int, ended: bool) -> ExpertStats:
         assert self._mode is not None, "no step has begun"
         self._writer.end_step()
-        self._totals[self._mode] = add(self._totals[self._mode], self._step)
-        self._mode = None
+        mode, self._mode = self._mode, None
         if ended:
             self._watch.end()
+        return self._counters.add(mode, steps, self._traffic)
 
-    def _since(self, counted: list[int]) -> ExpertStats:
-        """What the counters say of this step."""
-        hits, misses, _, streamed_hits, streamed_misses = (
-            now - before for now, before in zip(counted, self._counted, strict=True)
-        )
+    def _counters_now(self) -> torch.Tensor:
+        """[COUNTERS * L] int64: the admission's of each layer, then the streaming's."""
+        return torch.cat([self._admission.stats.flatten(), self._streaming.stats.flatten()])
+
+    def _since(self, counters: torch.Tensor) -> Traffic:
+        """What `_counters_now` says happened since it was looked at last."""
+        layers, admitted = self.geometry.layers, len(admit.STATS)
+        of_admission, of_streaming = np.split(counters.numpy(), [admitted * layers])
+        counted: Traffic = of_admission.reshape(layers, admitted)[:, :2] + of_streaming.reshape(layers, 2)
+        since: Traffic = counted - self._counted
         self._counted = counted
-        hits, misses = hits + streamed_hits, misses + streamed_misses
-        return ExpertStats(1, hits + misses, hits, misses, misses * self.geometry.record_nbytes)
+        return since
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from worker.geometry import SlotGeometry
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.model.moe import Experts
-from worker.protocol import ExpertStats, Load, Loaded, LoadProgress, Mode, RunStep
+from worker.protocol import ExpertStats, LayerStatsReply, LayerTraffic, Load, Loaded, LoadProgress, Mode, RunStep
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
@@ -99,6 +99,14 @@ class Engine:
     def stats(self) -> dict[Mode, ExpertStats]:
         """Counters since the start, per mode; a dense model has none."""
         return self._slots.stats() if self._slots else {mode: ExpertStats() for mode in MODES}
+
+    def layer_stats(self) -> LayerStatsReply:
+        """Counters of each layer since the start; on the compute thread."""
+        if self._slots is None:
+            return LayerStatsReply(LayerTraffic(), LayerTraffic(), LayerTraffic(), [])
+        counters = self._slots.layer_stats()
+        routing: list[list[int]] = self._slots.decode_routing.tolist()
+        return LayerStatsReply(counters["decode"], counters["demand"], counters["streamed"], routing)
 
     def resident(self) -> int:
         """Slots that hold an expert."""

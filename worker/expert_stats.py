@@ -1,13 +1,53 @@
-"""Adding up expert traffic."""
+"""Adding up expert traffic: per mode, and of each layer in it."""
 
-from worker.protocol import ExpertStats, Mode
+from typing import Any
+
+import numpy as np
+
+from worker.protocol import ExpertStats, LayerTraffic, Mode
 
 MODES: tuple[Mode, ...] = ("decode", "demand", "streamed")
 
+Traffic = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""[L, 2]: hits and misses of each layer."""
 
-def count(stats: ExpertStats, steps: int = 0, hits: int = 0, misses: int = 0, record_nbytes: int = 0) -> ExpertStats:
-    """`stats` and this many steps, hits and misses (of `record_nbytes` bytes each) more."""
-    return add(stats, ExpertStats(steps, hits + misses, hits, misses, misses * record_nbytes))
+
+class TrafficCounters:
+    """What the steps of each mode hit and missed since the start.
+
+    One thread adds steps and asks for `by_layer`; `totals` may be called from others.
+    """
+
+    def __init__(self, layers: int, record_nbytes: int) -> None:
+        self._record_nbytes = record_nbytes
+        self._totals = {mode: ExpertStats() for mode in MODES}
+        self._layers = {mode: no_traffic(layers) for mode in MODES}
+
+    def add(self, mode: Mode, steps: int, traffic: Traffic) -> ExpertStats:
+        """Count `steps` steps with this traffic (0 for one that failed); their figures alone."""
+        hits, misses = traffic.sum(0).tolist()
+        step = ExpertStats(steps, hits + misses, hits, misses, misses * self._record_nbytes)
+        self._totals[mode] = add(self._totals[mode], step)
+        self._layers[mode] += traffic
+        return step
+
+    def totals(self) -> dict[Mode, ExpertStats]:
+        """Per mode, over all layers."""
+        return dict(self._totals)
+
+    def by_layer(self) -> dict[Mode, LayerTraffic]:
+        """Per mode, of each layer, the traffic of failed steps included."""
+        return {mode: layer_traffic(traffic) for mode, traffic in self._layers.items()}
+
+
+def no_traffic(layers: int) -> Traffic:
+    """[L, 2] zeros."""
+    return np.zeros((layers, 2), np.int64)
+
+
+def layer_traffic(traffic: np.ndarray[Any, Any]) -> LayerTraffic:
+    """[L, 2] as a message."""
+    return LayerTraffic(traffic[:, 0].tolist(), traffic[:, 1].tolist())
 
 
 def add(a: ExpertStats, b: ExpertStats) -> ExpertStats:

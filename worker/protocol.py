@@ -70,11 +70,15 @@ class Stats(Struct, frozen=True, tag=True):
     """Ask for the counters."""
 
 
+class LayerStats(Struct, frozen=True, tag=True):
+    """Ask for the counters of each layer; answered between two steps."""
+
+
 class Shutdown(Struct, frozen=True, tag=True):
     """End the process after this reply."""
 
 
-Request = Load | RunStep | Release | Stats | Shutdown
+Request = Load | RunStep | Release | Stats | LayerStats | Shutdown
 
 # Replies ------------------------------------------------------------------------------------------------------------
 
@@ -138,6 +142,22 @@ class StatsReply(Struct, frozen=True, tag=True):
     dropped_frames: int
 
 
+class LayerTraffic(Struct, frozen=True):
+    """Experts of each layer found in their slots and copied, in one mode; hits[l] + misses[l] = lookups of layer l."""
+
+    hits: list[int] = []  # [L]
+    misses: list[int] = []  # [L]
+
+
+class LayerStatsReply(Struct, frozen=True, tag=True):
+    """Counters of each layer since the start, failed steps included; L is 0 for a dense model."""
+
+    decode: LayerTraffic
+    demand: LayerTraffic
+    streamed: LayerTraffic
+    routing: list[list[int]]  # [L, E] decode steps that routed to each expert
+
+
 class Done(Struct, frozen=True, tag=True):
     """Release or Shutdown went through."""
 
@@ -149,5 +169,5 @@ class Failed(Struct, frozen=True, tag=True):
     detail: str
 
 
-Reply = LoadProgress | Loaded | StepDone | StatsReply | Done | Failed
-FINAL = (Loaded, StepDone, StatsReply, Done, Failed)
+Reply = LoadProgress | Loaded | StepDone | StatsReply | LayerStatsReply | Done | Failed
+FINAL = (Loaded, StepDone, StatsReply, LayerStatsReply, Done, Failed)

@@ -16,6 +16,8 @@ from worker.protocol import (
     Done,
     ExpertStats,
     Failed,
+    LayerStats,
+    LayerStatsReply,
     Load,
     Loaded,
     LoadProgress,
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """A loaded model. `run` is called on the compute thread, the rest on the event loop's."""
+    """A loaded model. `run` and `layer_stats` are called on the compute thread, the rest on the event loop's."""
 
     @property
     def facts(self) -> Loaded:
@@ -50,6 +52,10 @@ class Engine(Protocol):
 
     def stats(self) -> dict[Mode, ExpertStats]:
         """Counters since the start."""
+        ...
+
+    def layer_stats(self) -> LayerStatsReply:
+        """Counters of each layer since the start."""
         ...
 
     def resident(self) -> int:
@@ -137,6 +143,8 @@ class WorkerServer:
                 return Done()  # no family so far keeps anything for a sequence but its KV pages
             case Stats():
                 return self._stats(self._loaded())
+            case LayerStats():
+                return await self.compute.run(self._loaded().layer_stats)
             case Shutdown():
                 self._finish(None)
                 return Done()

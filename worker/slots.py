@@ -18,10 +18,10 @@ from copyengine.device import OnBytes, WorkerDevice
 from copyengine.protocol import Attach
 from copyengine.ring import CopyQuery
 from kernels import admit
-from worker.expert_stats import MODES, add, count
+from worker.expert_stats import TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.mailbox import Mailbox
-from worker.protocol import ExpertStats, Mode
+from worker.protocol import ExpertStats, LayerTraffic, Mode
 from worker.stream_cursor import StreamCursor
 
 
@@ -64,9 +64,9 @@ class ExpertSlots:
             self._pool.close()
             raise
         self._routing = np.zeros((geometry.layers, geometry.experts), np.int64)
-        self._totals = {mode: ExpertStats() for mode in MODES}
+        self._counters = TrafficCounters(geometry.layers, geometry.record_nbytes)
         self._mode: Mode | None = None
-        self._step = ExpertStats()
+        self._traffic = no_traffic(geometry.layers)  # of the running step
         self._cursor = StreamCursor([], 1, 1, 0, 0)
         self._next_layer = 0
 
@@ -81,16 +81,17 @@ class ExpertSlots:
         return self._pool.array.reshape(self.geometry.pool_slots, self.geometry.record_nbytes)
 
     @property
-    def decode_routing(self) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """[L, E]: in how many decode steps each expert was routed to.
-
-        Kept for what shall place or prefetch experts by it; nobody in this version reads it. Prefill does not count.
-        """
-        return self._routing.copy()
+    def decode_routing(self) -> torch.Tensor:
+        """[L, E] int64: in how many decode steps, failed ones too, each expert was routed to. Without prefill."""
+        return torch.from_numpy(self._routing.copy())
 
     def stats(self) -> dict[Mode, ExpertStats]:
         """Counters since the start, per mode; the running step's are not in it."""
-        return dict(self._totals)
+        return self._counters.totals()
+
+    def layer_stats(self) -> dict[Mode, LayerTraffic]:
+        """The same by layer; on the thread that runs steps."""
+        return self._counters.by_layer()
 
     def resident(self) -> int:
         """Cache slots that hold an expert."""
@@ -101,7 +102,7 @@ class ExpertSlots:
         assert self._mode is None, "the step before has not ended"
         self._mailbox.begin_step()
         self._mode = mode
-        self._step = ExpertStats(steps=1)
+        self._traffic.fill(0)
         self._next_layer = 0
         if mode == "streamed":
             geometry = self.geometry
@@ -134,8 +135,7 @@ class ExpertSlots:
 
     def end_step(self) -> ExpertStats:
         """End the step, once nothing it asked for is on the way any more; its counters."""
-        self._finish()
-        return self._step
+        return self._finish(steps=1)
 
     def abort_step(self) -> None:
         """End a step that failed: what did not land is forgotten. Does nothing if no step runs.
@@ -143,8 +143,7 @@ class ExpertSlots:
         The traffic of the step is counted, the step is not.
         """
         if self._mode is not None:
-            self._step = count(self._step, steps=-1)
-            self._finish()
+            self._finish(steps=0)
 
     def release(self, why: str) -> None:
         """The copy engine is gone: end every wait; from now on all raises PeerDied(why). From any thread."""
@@ -156,12 +155,12 @@ class ExpertSlots:
         self._pool.close()
         return True
 
-    def _finish(self) -> None:
+    def _finish(self, steps: int) -> ExpertStats:
         assert self._mode is not None, "no step has begun"
         self._forget_lost()
         self._mailbox.end_step()
-        self._totals[self._mode] = add(self._totals[self._mode], self._step)
-        self._mode = None
+        mode, self._mode = self._mode, None
+        return self._counters.add(mode, steps, self._traffic)
 
     def _forget_lost(self) -> None:
         """Wait for all that is on the way; experts that did not land are not resident."""
@@ -187,7 +186,7 @@ class ExpertSlots:
         """Give the query slots, and ring for what is missing."""
         slots, missing = admit.admit(self._state, layer, query, needed)
         copied = query[missing].tolist()
-        self._count(hits=len(query) - len(copied), misses=len(copied))
+        self._traffic[layer] += (len(query) - len(copied), len(copied))
         if copied:
             self._mailbox.ring(CopyQuery(flag, "demand", layer, tuple(copied), tuple(slots[missing].tolist())))
         return Group(query.tolist(), slots.tolist())
@@ -196,7 +195,7 @@ class ExpertSlots:
         assert layer >= self._next_layer, "streamed layers come in ascending order"
         self._next_layer = layer + 1
         slot_of = self._state.slot_of[layer].tolist()
-        self._count(hits=sum(slot != admit.ABSENT for slot in slot_of))
+        self._traffic[layer] += (sum(slot != admit.ABSENT for slot in slot_of), 0)
         resident = [expert for expert in experts if slot_of[expert] != admit.ABSENT]
         if resident:
             yield Group(resident, [slot_of[expert] for expert in resident])
@@ -213,7 +212,4 @@ class ExpertSlots:
     def _request_ahead(self) -> None:
         while (query := self._cursor.next_request()) is not None:
             self._mailbox.ring(query)
-            self._count(misses=len(query.experts))
-
-    def _count(self, hits: int = 0, misses: int = 0) -> None:
-        self._step = count(self._step, hits=hits, misses=misses, record_nbytes=self.geometry.record_nbytes)
+            self._traffic[query.layer] += (0, len(query.experts))

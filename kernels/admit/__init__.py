@@ -21,6 +21,7 @@ from kernels.admit import ref
 from kernels.admit.device import (
     ERROR,
     FAILED,
+    STATS,
     DeviceAdmission,
     check_layer,
     launches,
@@ -28,13 +29,15 @@ from kernels.admit.device import (
     new_device_admission,
 )
 from kernels.admit.state import ABSENT, FREE, AdmissionState, Cut, new_state
-from kernels.admit.stream import DeviceStream, check_part, new_device_stream
+from kernels.admit.stream import STREAM_STATS, DeviceStream, check_part, new_device_stream
 
 __all__ = [
     "ABSENT",
     "ERROR",
     "FAILED",
     "FREE",
+    "STATS",
+    "STREAM_STATS",
     "AdmissionState",
     "Cut",
     "DeviceAdmission",

@@ -39,7 +39,7 @@ class DeviceAdmission:
     table: Tensor  # [E] int32
     spans: Tensor  # [most_queries(E, S, max_query), 2] int32
     routing: Tensor  # [L, E] int64
-    stats: Tensor  # [3] int64: see STATS
+    stats: Tensor  # [L, 3] int64: see STATS
     control: Tensor  # [CONTROL_WORDS] int32: see kernels.admit.tri_ring
     flags: Tensor  # [F] int32, the waiting stream's: 0 not yet, 1 landed, more: did not land
     first_flag: int  # what the reader of the ring calls flags[0]
@@ -103,7 +103,7 @@ def new_device_admission(
         table=torch.full((experts,), ABSENT, dtype=torch.int32, device=device),
         spans=zeros(2 * need).view(need, 2),
         routing=torch.zeros_like(state.slot_of, dtype=torch.int64),
-        stats=zeros(len(STATS), torch.int64),
+        stats=zeros(state.layers * len(STATS), torch.int64).view(state.layers, len(STATS)),
         control=control,
         flags=flags,
         first_flag=first_flag,

@@ -22,6 +22,11 @@ class AdmissionState:
     clock: Tensor  # [] int64, counts admitted queries
 
     @property
+    def layers(self) -> int:
+        """L."""
+        return self.slot_of.shape[0]
+
+    @property
     def slots(self) -> int:
         """S."""
         return self.owner.shape[0]

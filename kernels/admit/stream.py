@@ -22,7 +22,7 @@ class DeviceStream:
 
     tables: Tensor  # [groups, E] int32, by turn: the slot of each expert of the part, ABSENT for the others
     spans: Tensor  # [parts, 2] int32
-    stats: Tensor  # [2] int64: see STREAM_STATS
+    stats: Tensor  # [L, 2] int64: see STREAM_STATS
     flags: Tensor  # [groups] int32, by turn, as DeviceAdmission's
     first_flag: int  # what the reader of the ring calls flags[0]
     first_slot: int
@@ -71,7 +71,7 @@ def new_device_stream(
     return DeviceStream(
         tables=torch.full((groups, experts), ABSENT, dtype=torch.int32, device=device),
         spans=torch.stack([begins, (begins + group_slots).clamp(max=experts)], 1).to(device),
-        stats=torch.zeros(len(STREAM_STATS), dtype=torch.int64, device=device),
+        stats=torch.zeros(state.layers, len(STREAM_STATS), dtype=torch.int64, device=device),
         flags=flags,
         first_flag=first_flag,
         first_slot=first_slot,

@@ -224,7 +224,7 @@ def admit_kernel(
     spans,  # [Q, 2] int32
     routing,  # [L, E] int64
     flags,  # [F] int32
-    stats,  # [3] int64
+    stats,  # [L, 3] int64
     control,  # [6] int32
     ages,  # [S] int32, scratch as the next three
     oldest,  # [min(E, S)] int64
@@ -259,7 +259,8 @@ def admit_kernel(
     slot = tl.load(row + e, in_row, -1)
     now = tl.load(clock)
     i = tl.arange(0, 4)
-    counters = tl.load(stats + i, i < 3, 0)
+    tallies = stats + 3 * layer + i
+    counters = tl.load(tallies, i < 3, 0)
 
     # This launch admits queries index..end - 1: all that the layer has, or of an over-full layer one.
     if FIRST:
@@ -332,7 +333,7 @@ def admit_kernel(
     if end > index:
         tl.store(clock, now + end - index)
         hits = (counts & 0xFFFF) - misses
-        tl.store(stats + i, counters + tl.where(i == 0, hits, tl.where(i == 1, misses, end - index)), i < 3)
+        tl.store(tallies, counters + tl.where(i == 0, hits, tl.where(i == 1, misses, end - index)), i < 3)
 
 
 @functools.cache

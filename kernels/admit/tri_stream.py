@@ -48,7 +48,7 @@ def request_kernel(
     slot_of,  # [L, E] int32
     tables,  # [groups, E] int32
     flags,  # [groups] int32
-    stats,  # [2] int64
+    stats,  # [L, 2] int64
     control,  # [6] int32
     ring,
     capacity,
@@ -71,14 +71,15 @@ def request_kernel(
     mine = (place >= 0) & (place < group_slots) & (e < experts)
     resident = tl.load(slot_of + layer * experts + e, mine, -1)
     i = tl.arange(0, 2)
-    counters = tl.load(stats + i)
+    tallies = stats + 2 * layer + i
+    counters = tl.load(tallies)
     note_failures(flags, control, groups, BLOCK_F)
     absent = mine & (resident < 0)
     counts = tl.sum(mine.to(tl.int32) + (absent.to(tl.int32) << 16))
     n = counts >> 16
     slot = tl.where(absent, first_slot + turn * group_slots + place, resident)
     tl.store(tables + turn * experts + e, tl.where(mine, slot, -1), e < experts)
-    tl.store(stats + i, counters + tl.where(i == 0, (counts & 0xFFFF) - n, n))
+    tl.store(tallies, counters + tl.where(i == 0, (counts & 0xFFFF) - n, n))
     if n == 0:
         tl.store(flags + turn, LANDED)
     else:

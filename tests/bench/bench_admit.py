@@ -131,7 +131,8 @@ def part_timings(group_slots: int) -> list[tuple[str, ...]]:
         copy(pair.reference, pair.state)
         request = partial(admit.request_part, pair.state, pair.device, stream, 0, 0, 0)
         rows.append((str(group_slots), str(missing), *time_both(pair, request, lambda: None)))
-        assert int(stream.stats[1]) % max(1, missing) == 0 and bool(stream.stats[1]) == bool(missing)
+        misses = int(stream.stats[0, 1])
+        assert misses % max(1, missing) == 0 and bool(misses) == bool(missing)
         stream.stats.zero_()
         print(" ".join(rows[-1]), flush=True)
     return rows

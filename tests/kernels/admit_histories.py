@@ -58,7 +58,7 @@ class Pair:
             first_record,
             spin_limit,
         )
-        self.expected_stats = [0, 0, 0]
+        self.expected_stats = [[0, 0, 0] for _ in range(size.layers)]
         self.routing = torch.zeros(size.layers, size.experts, dtype=torch.int64)
         self.failed = 1  # the flags' first values are none that a copy could have left
 
@@ -136,7 +136,7 @@ class Pair:
             if copied:
                 records.append(CopyQuery(FIRST_FLAG + number, "demand", layer, copied, tuple(slots[missing].tolist())))
             counts = (len(query) - len(copied), len(copied), 1)
-            self.expected_stats = [a + b for a, b in zip(self.expected_stats, counts, strict=True)]
+            self.expected_stats[layer] = [a + b for a, b in zip(self.expected_stats[layer], counts, strict=True)]
         return records, flags, table
 
 

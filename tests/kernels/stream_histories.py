@@ -31,7 +31,7 @@ class Streaming:
         limits = Limits(size.layers, size.experts, self.first_slot + groups * group_slots, self.first_flag + groups)
         pair.reader = RingReader(pair.memory.numpy(), limits)
         self.tables = [[-1] * size.experts for _ in range(groups)]
-        self.stats = [0, 0]
+        self.stats = [[0, 0] for _ in range(size.layers)]
         self.number = 0
 
     def layer(self, layer: int, rng: random.Random) -> None:
@@ -69,7 +69,8 @@ class Streaming:
         self.tables[turn] = [
             (base + e if e in absent else resident[e]) if e in experts else -1 for e in range(len(resident))
         ]
-        self.stats = [self.stats[0] + len(experts) - len(absent), self.stats[1] + len(absent)]
+        tallies = self.stats[layer]
+        self.stats[layer] = [tallies[0] + len(experts) - len(absent), tallies[1] + len(absent)]
         if not absent:
             return None
         return CopyQuery(self.first_flag + turn, "stream", layer, tuple(absent), tuple(base + e for e in absent))

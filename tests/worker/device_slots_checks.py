@@ -21,6 +21,7 @@ from kernels import admit
 from kernels.formats import RecordLayout, layout
 from tests.worker.device_rig import HostedDevice, HostedStream, Place, Rig, hosted, rig_on
 from tests.worker.random_weights import random_bank
+from worker.expert_stats import MODES
 from worker.geometry import SlotGeometry
 from worker.protocol import ExpertStats, Mode
 
@@ -81,7 +82,7 @@ def routed(given: Sequence[Routing]) -> list[set[int]]:
 def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> None:
     """Modes in any order, pools with room for a layer and without, queries of one, two, all; stream groups of the same.
 
-    Outputs, counters, residents, routing counts and the copy engine's own counters.
+    Outputs, counters, also by layer, residents, routing counts and the copy engine's own counters.
     """
     record = layout("float32", 16, 16)
     for seed in seeds:
@@ -91,6 +92,7 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
         with rig_on(place, geometry, record, banks_of(record, torch.float32)) as rig:
             routing_counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
             misses = 0
+            lookups = {mode: [0] * LAYERS for mode in MODES}
             for _ in range(steps):
                 mode: Mode = rng.choice(["decode", "demand", "streamed"])
                 tokens = rng.choice([1, 2, 5])
@@ -110,8 +112,19 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                         routing_counts[layer, list(experts)] += 1
                 assert stats.copied_nbytes == stats.misses * record.record_nbytes
                 assert torch.equal(rig.slots.decode_routing, routing_counts)
+                wanted = [EXPERTS] * LAYERS if mode == "streamed" else [len(experts) for experts in asked]
+                lookups[mode] = [a + b for a, b in zip(lookups[mode], wanted, strict=True)]
+                check_layers(rig, lookups)
             counters = rig.copier.stats().counters
             assert counters["demand"].records + counters["stream"].records == misses
+
+
+def check_layers(rig: Rig, lookups: dict[Mode, list[int]]) -> None:
+    """The counters of each layer: as many lookups as there were, hits and misses that add up to the totals."""
+    totals = rig.slots.stats()
+    for mode, traffic in rig.slots.layer_stats().items():
+        assert [a + b for a, b in zip(traffic.hits, traffic.misses, strict=True)] == lookups[mode]
+        assert (sum(traffic.hits), sum(traffic.misses)) == (totals[mode].hits, totals[mode].misses)
 
 
 class FailingCopies:

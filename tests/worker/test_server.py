@@ -21,6 +21,8 @@ from worker.compute import ComputeThread
 from worker.protocol import (
     ExpertStats,
     Failed,
+    LayerStatsReply,
+    LayerTraffic,
     Load,
     Loaded,
     LoadProgress,
@@ -71,6 +73,10 @@ class FakeEngine:
 
     def stats(self) -> dict[Mode, ExpertStats]:
         return {"decode": ExpertStats(len(self.seen)), "demand": ExpertStats(), "streamed": ExpertStats()}
+
+    def layer_stats(self) -> LayerStatsReply:
+        assert not self.running and threading.current_thread().name == "compute"
+        return LayerStatsReply(LayerTraffic([1], [2]), LayerTraffic(), LayerTraffic(), [[len(self.seen), 0]])
 
     def resident(self) -> int:
         return 5
@@ -203,6 +209,24 @@ def test_steps_run_in_order_on_one_thread_while_the_server_answers(on_loop: OnLo
             assert [d.tokens for d in done if isinstance(d, StepDone)] == [[token] for token in range(20)]
             assert rig.engine.seen == list(range(20))
             assert rig.engine.threads == {"compute"}
+
+    on_loop(main)
+
+
+def test_counters_by_layer_are_taken_between_steps(on_loop: OnLoop) -> None:
+    """Asked for while a step runs: answered behind it, by the thread that counts."""
+
+    async def main() -> None:
+        async with worker() as (rig, client):
+            await client.load(Load("m"), 5)
+            rig.engine.gate.clear()
+            running = asyncio.create_task(client.run_step(step(7), 5))
+            asked = asyncio.create_task(client.layer_stats(5))
+            await client.stats()
+            assert not asked.done()
+            rig.engine.gate.set()
+            await running
+            assert (await asked).routing == [[1, 0]] and (await asked).decode == LayerTraffic([1], [2])
 
     on_loop(main)
 

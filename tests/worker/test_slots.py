@@ -19,7 +19,7 @@ from copyengine.device.host import HostCopyDevice, HostWorkerDevice, attach_segm
 from copyengine.ring import CopyQuery, Limits, RingReader
 from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout
 from tests.copyengine.array_bank import ArrayBank
-from worker.expert_stats import MODES
+from worker.expert_stats import MODES, layer_traffic
 from worker.geometry import SlotGeometry
 from worker.protocol import ExpertStats, Mode
 from worker.slots import ExpertSlots, Group
@@ -36,6 +36,7 @@ class Rig:
         self.banks = [rng.integers(0, 256, nbytes, np.uint8) for _ in range(geometry.layers)]
         self.copier = Copier(device or HostCopyDevice(), background_depth=2, spin_us=500, on_death=lambda: None)
         self.wakes = 0
+        self.traffic = {mode: np.zeros((geometry.layers, 2), np.int64) for mode in MODES}  # of whole steps, as expected
         self.slots = ExpertSlots(HostWorkerDevice(), "test", "w", geometry, self._wake, deadline_s)
         self.copier.start()
 
@@ -75,7 +76,10 @@ class Rig:
     def step(self, mode: Mode, routed: list[list[int]]) -> ExpertStats:
         self.slots.begin_step(mode)
         for layer, experts in enumerate(routed):
+            wanted = list(range(self.slots.geometry.experts)) if mode == "streamed" else experts
+            hits = sum(self.slots._state.slot_of[layer].tolist()[expert] >= 0 for expert in wanted)
             self.layer(layer, experts)
+            self.traffic[mode][layer] += (hits, len(wanted) - hits)
         return self.slots.end_step()
 
     def residents(self) -> set[tuple[int, int]]:
@@ -120,7 +124,8 @@ def random_routing(rng: random.Random, geometry: SlotGeometry) -> list[list[int]
 @pytest.mark.parametrize("max_query", [3, 128])
 @pytest.mark.parametrize(("experts", "slots"), [(1, 1), (8, 1), (8, 5), (8, 24), (40, 7), (40, 200), (130, 128)])
 def test_random_steps_of_all_modes(make_rig: MakeRig, experts: int, slots: int, max_query: int) -> None:
-    """Bytes against the bank, counters against the resident set before the step; the pool may be less than a layer."""
+    """Bytes against the bank, counters against the residents before the step and, by layer, before the layer; the pool
+    may be less than a layer."""
     geometry = SlotGeometry(3, experts, RECORD, slots, max_query=max_query)
     rig = make_rig(geometry)
     rng = random.Random(experts * 1000 + slots)
@@ -137,7 +142,11 @@ def test_random_steps_of_all_modes(make_rig: MakeRig, experts: int, slots: int, 
                 first = sum(layer == 0 and expert in routed[0] for layer, expert in before)
                 assert stats.hits >= first
         assert rig.slots.resident() == len(rig.residents()) <= slots
+    by_layer = {mode: layer_traffic(traffic) for mode, traffic in rig.traffic.items()}
+    assert rig.slots.layer_stats() == by_layer
     totals = rig.slots.stats()
+    for mode in MODES:
+        assert (totals[mode].hits, totals[mode].misses) == tuple(rig.traffic[mode].sum(0))
     copied = rig.copier.stats().counters
     assert copied["demand"].nbytes == totals["decode"].copied_nbytes + totals["demand"].copied_nbytes
     assert copied["stream"].nbytes == totals["streamed"].copied_nbytes
