@@ -163,10 +163,12 @@ class Session:
 def run(stated: argparse.Namespace) -> None:
     """Answer or chat as the flags say. OSError if the output cannot be written."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows what it can
+        encoding = "utf-8" if stated.json else None  # else a terminal's own, which shows what it can
+        sys.stdout.reconfigure(encoding=encoding, errors="replace")
     screen = Screen(sys.stdout, stated.json)
     if isinstance(sys.stdin, io.TextIOWrapper):  # as in the command line; what is not UTF-8 is refused as a prompt
-        sys.stdin.reconfigure(errors="surrogateescape")
+        encoding = None if sys.stdin.isatty() else "utf-8"  # a file's, where the system's default is another one too
+        sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
     with asyncio.Runner(loop_factory=loop_factory(stated.event_loop)) as runner:
         session = Session(runner, stated.endpoint, screen, sampling_of(stated))
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engine import Engine, running
+from tests.e2e.windows import CONDITIONS
 
 SLOTS = 128
 DEMAND_TOKENS = 64
@@ -20,11 +21,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-@pytest.fixture(scope="session", params=["uvloop", "selector"])
+@pytest.fixture(scope="session", params=["uvloop", "windows"])
 def engine(cache: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The engine with its default process layout, on either event loop."""
+    """The engine with its default process layout, on uvloop, and on the selector loop in Windows' conditions."""
     if request.param == "uvloop":
         pytest.importorskip("uvloop")
-    flags = ("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS), "--event-loop", request.param)
-    with running(*flags) as started:
+    event_loop, env = ("uvloop", {}) if request.param == "uvloop" else ("selector", CONDITIONS)
+    flags = ("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS), "--event-loop", event_loop)
+    with running(*flags, env=env) as started:
         yield started

@@ -23,8 +23,9 @@ STOP_TIMEOUT_S = 20.0
 class Engine:
     """One running launch.py."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: "subprocess.Popen[str]", env: dict[str, str] | None = None) -> None:
         self.process = process
+        self.env = env or {}  # what it was started with beyond this process's own
         self.output: list[str] = []
         self.errors: list[str] = []
         self._ready = threading.Event()
@@ -103,7 +104,7 @@ def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Engine]:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        engine = Engine(process)
+        engine = Engine(process, env)
         try:
             engine.wait_ready()
             yield engine
@@ -120,6 +121,7 @@ def command(module: str, *args: str, stdin: str = "") -> "subprocess.CompletedPr
         input=stdin,
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=START_TIMEOUT_S,
         check=False,
     )

@@ -22,6 +22,13 @@ LAYERS, K = 8, 8
 EXPERTS = LAYERS * 64
 
 
+@pytest.fixture(autouse=True)
+def conditions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client command runs as the engine does."""
+    for name, value in engine.env.items():
+        monkeypatch.setenv(name, value)
+
+
 def ask(engine: Engine, session: Callable[[Client], Awaitable[None]]) -> None:
     async def main() -> None:
         async with Client(engine.endpoint) as client:
@@ -35,6 +42,12 @@ async def greedy(client: Client, ids: list[int], max_tokens: int = 8) -> tuple[l
     tokens = [token async for piece in answer for token in piece.token_ids]
     assert answer.finished
     return tokens, answer.finished
+
+
+def untimed(lines: str) -> list[dict[str, object]]:
+    """What `--json` printed but for times and what was resident."""
+    *pieces, finished = json_lines(lines)
+    return [*pieces, {"reason": finished["reason"], "prompt_tokens": finished["usage"]["prompt_tokens"]}]
 
 
 def lookups_add_up(stats: StatsReply) -> bool:
@@ -74,8 +87,11 @@ def test_json_pieces_are_the_one_shot_decode(engine: Engine, cache: Path) -> Non
 
 
 def test_the_prompt_may_come_from_a_pipe(engine: Engine) -> None:
-    done = command("scheduler.client", "--endpoint", engine.endpoint, "--max-tokens", "2", stdin="Once upon a time")
-    assert done.returncode == 0 and "+ 2 new tokens" in done.stdout
+    text = "Once upon a time 日本"
+    flags = ("--endpoint", engine.endpoint, "--max-tokens", "2", "--json")
+    piped = command("scheduler.client", *flags, stdin=text)
+    assert piped.returncode == 0
+    assert untimed(piped.stdout) == untimed(command("scheduler.client", *flags, text).stdout)
 
 
 def test_the_same_prompt_gets_the_same_answer(engine: Engine) -> None:
