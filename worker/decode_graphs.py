@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from worker.drawing import Drawn
 from worker.model.stack import Decoder
 from worker.step import forward
 from worker.step_inputs import StepArrays, assemble, pack, packed_nbytes, views
@@ -24,8 +25,9 @@ class DecodeGraphs:
         self._seen: set[int] = set()
         self._graphs: dict[int, _Graph | None] = {}  # None: it could not be captured
         self._memory = torch.cuda.graph_pool_handle()
+        self._logits: torch.Tensor | None = None  # [max_running, V] float32 of the last replay, whatever its size
 
-    def __call__(self, arrays: StepArrays) -> torch.Tensor | None:
+    def __call__(self, arrays: StepArrays) -> Drawn | None:
         """See worker.step.DecodeGraphs."""
         sequences = len(arrays.tokens)
         if sequences > self._max_running or len(arrays.rows) != sequences:
@@ -41,7 +43,10 @@ class DecodeGraphs:
     def _capture(self, arrays: StepArrays) -> "_Graph | None":
         """The graph, or None if there is too little memory for it, say: then the size goes on without one."""
         try:
-            return _Graph(self._model, self._device, arrays, self._memory)
+            if self._logits is None:
+                shape = (self._max_running, self._model.vocab_size)
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self._device)
+            return _Graph(self._model, self._device, arrays, self._memory, self._logits[: len(arrays.rows)])
         except RuntimeError as error:  # of torch; if the device is broken, the step's other launches show it
             log.warning("decode steps of %d sequences run without a graph: %s", len(arrays.tokens), error)
             return None
@@ -55,18 +60,21 @@ class DecodeGraphs:
 class _Graph:
     """The graph of one size, and the memory that its inputs lie in."""
 
-    def __init__(self, model: Decoder, device: torch.device, arrays: StepArrays, memory: Any) -> None:
+    def __init__(
+        self, model: Decoder, device: torch.device, arrays: StepArrays, memory: Any, logits: torch.Tensor
+    ) -> None:
+        """Its logits go to `logits` [B, V] float32, for rows that want more than a plain draw."""
         nbytes = packed_nbytes(arrays)
         self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
         inputs = assemble(views(self._packed, arrays), ())
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
-            self._tokens = forward(model, inputs)
+            self._drawn = forward(model, inputs, logits)
 
-    def replay(self, arrays: StepArrays) -> torch.Tensor:
-        """The tokens [B] int64, to be read once the stream has come there. The replay before must be over."""
+    def replay(self, arrays: StepArrays) -> Drawn:
+        """What it draws, to be read once the stream has come there. The replay before must be over."""
         pack(arrays, self._host)
         self._packed.copy_(self._host, non_blocking=True)
         self._graph.replay()
-        return self._tokens
+        return self._drawn

@@ -23,7 +23,17 @@ from worker.geometry import SlotGeometry
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.model.moe import Experts
-from worker.protocol import ExpertStats, LayerStatsReply, LayerTraffic, Load, Loaded, LoadProgress, Mode, RunStep
+from worker.protocol import (
+    ExpertStats,
+    LayerStatsReply,
+    LayerTraffic,
+    Load,
+    Loaded,
+    LoadProgress,
+    Mode,
+    RunStep,
+    StepDone,
+)
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
@@ -92,7 +102,7 @@ class Engine:
         self._slots = slots
         self._backend = backend
 
-    def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
+    def run(self, step: RunStep) -> StepDone:
         """Run one step on the calling thread. Raises as StepRunner.run does."""
         return self._runner.run(step)
 

@@ -26,13 +26,37 @@ class Load(Struct, frozen=True, tag=True):
     deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up
 
 
-class Sampling(Struct, frozen=True):
-    """How the next token is drawn. temperature 0 is greedy; top_k 0 is off."""
+class Changes(Struct, frozen=True, omit_defaults=True):
+    """Changes of single logits before the draw; kernels/sampling/change.py says how they are made.
+
+    Token ids and counts are int32 words in the machine's own byte order: a penalty on a prompt of 8,000 tokens goes out
+    with every step, and so costs neither end a loop.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seen: bytes = b""  # [M] distinct token ids, of the answer and, for `repetition`, of the prompt
+    counts: bytes = b""  # [M] how often each was generated; 0 if it is in the prompt alone
+    bias: dict[int, float] = {}  # token id -> what is added to its logit
+
+
+MAX_LOGPROBS = 20
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How the next token is drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    `logprobs` asks for the token's log-probability and those of so many likeliest ones, at most MAX_LOGPROBS.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    changes: Changes | None = None
+    logprobs: int | None = None
 
 
 class SequenceStep(Struct, frozen=True):
@@ -124,11 +148,23 @@ class ExpertStats(Struct, frozen=True):
     copied_nbytes: int = 0
 
 
-class StepDone(Struct, frozen=True, tag=True):
-    """`tokens[i]` is the token sampled for sequences[i], -1 where `sample` was None."""
+class Logprobs(Struct, frozen=True):
+    """Natural logarithms of probabilities by the model's own logits: before bias, penalties and temperature."""
+
+    drawn: float  # of the token that was drawn
+    ids: list[int]  # [N] the likeliest tokens, likeliest first, of equal ones the lowest id
+    top: list[float]  # [N] theirs
+
+
+class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
+    """`tokens[i]` is the token sampled for sequences[i], -1 where `sample` was None.
+
+    It is -1 too where the logits were not finite: that sequence cannot go on, the others can.
+    """
 
     tokens: list[int]
     stats: ExpertStats  # of this step alone
+    logprobs: list[Logprobs | None] | None = None  # [B] of those that asked and have a token; None if nobody asked
 
 
 class StatsReply(Struct, frozen=True, tag=True):

@@ -12,11 +12,13 @@ import torch
 from kernels.grouped_gemm import variant
 from worker.backend import Rehearsal
 from worker.device_slots import DeviceSlots
-from worker.protocol import Mode, RunStep, Sampling, SequenceStep
+from worker.drawing import BLOCK_ROWS, Drawn, Extras, extras_of, with_extras
+from worker.protocol import Changes, Mode, RunStep, Sampling, SequenceStep
 from worker.step import forward
 from worker.step_inputs import on_device, step_arrays
 
-SETTINGS = (Sampling(), Sampling(temperature=0.7, top_k=20, top_p=0.9))
+SETTINGS = (Sampling(), Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01))
+EVERYTHING = Sampling(changes=Changes(2.0, 0.5, 0.5, seen=bytes(4), counts=bytes(4), bias={0: 1.0}), logprobs=1)
 
 
 @torch.inference_mode()
@@ -40,6 +42,17 @@ def rehearse(rehearsal: Rehearsal) -> None:
             continue
         with slots.rehearsal(mode):
             forward(rehearsal.model, inputs)
+    for rows in range(1, BLOCK_ROWS + 1):
+        logits = torch.zeros(rows, rehearsal.model.vocab_size, device=kv.layers[0].k.device)
+        with_extras(Drawn(logits[:, 0].to(torch.int64), logits), extras_of_a_block(rows))
+
+
+def extras_of_a_block(rows: int) -> Extras:
+    """All that a step of `rows` sequences can want beyond a plain draw."""
+    step = RunStep("decode", [SequenceStep(i, [0], 0, [i], EVERYTHING) for i in range(rows)])
+    extras = extras_of(step, step_arrays(step, 1))
+    assert extras
+    return extras
 
 
 def sizes_to_rehearse(longest: int, kernels: Callable[[int], Hashable]) -> list[int]:

@@ -46,7 +46,7 @@ class Engine(Protocol):
         """Done, with the reason, once no step can run any more: the copy engine died or was too slow."""
         ...
 
-    def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
+    def run(self, step: RunStep) -> StepDone:
         """Run one step. A SlotstreamError ends this step only, unless `lost` says otherwise."""
         ...
 
@@ -196,8 +196,7 @@ class WorkerServer:
     async def _run(self, engine: Engine, step: RunStep, peer: bytes) -> StepDone:
         if peer != self._scheduler:
             raise RequestRefused("taken_over", "another scheduler has sent this worker a Load and has it now")
-        tokens, stats = await self.compute.run(lambda: engine.run(step))
-        return StepDone(tokens, stats)
+        return await self.compute.run(lambda: engine.run(step))
 
     def _loaded(self) -> Engine:
         if self.engine is None:

@@ -8,24 +8,18 @@ import torch
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import RequestRefused
 from kernels.sampling import sample
+from worker.drawing import Drawn, Extras, extras_of, read_logprobs, with_extras
 from worker.kv import KvCache
 from worker.model.stack import Decoder
-from worker.protocol import ExpertStats, Mode, RunStep
+from worker.protocol import ExpertStats, Logprobs, Mode, RunStep, StepDone
 from worker.step_check import check_step
 from worker.step_inputs import StepArrays, StepInputs, on_device, step_arrays
-
-
-class StepResult(NamedTuple):
-    """`tokens[i]` is the token drawn for sequences[i], -1 where none was asked for."""
-
-    tokens: list[int]
-    stats: ExpertStats
 
 
 class FullResult(NamedTuple):
     """What a step computed at every position."""
 
-    result: StepResult
+    result: StepDone
     hidden: torch.Tensor  # [T, H], normalised
     logits: torch.Tensor  # [T, V] float32
 
@@ -35,8 +29,8 @@ class StepExperts(Protocol):
 
     def begin_step(self, mode: Mode) -> None: ...
 
-    def collect(self, tokens: torch.Tensor) -> list[int]:
-        """The step's `tokens` [R] int64 on the host, once all that was computed is done."""
+    def collect(self, words: torch.Tensor) -> list[int]:
+        """What the step drew, `words` [W] int64, on the host, once all that was computed is done."""
         ...
 
     def end_step(self) -> ExpertStats: ...
@@ -47,8 +41,8 @@ class StepExperts(Protocol):
 class DecodeGraphs(Protocol):
     """Decode steps as graphs."""
 
-    def __call__(self, arrays: StepArrays) -> torch.Tensor | None:
-        """The tokens [B] int64 of a decode step, computed by a graph; None if there is none yet for its size."""
+    def __call__(self, arrays: StepArrays) -> Drawn | None:
+        """What a decode step draws, computed by a graph; None if there is none yet for its size."""
         ...
 
 
@@ -73,43 +67,45 @@ class StepRunner:
         self._graphs = graphs
         self._device = kv.layers[0].k.device
 
-    def run(self, step: RunStep) -> StepResult:
+    def run(self, step: RunStep) -> StepDone:
         """Runs the step. RequestRefused("invalid_request") if it asks for what is not there; nothing has run then.
 
-        RequestRefused("bad_logits") if there is a token to draw from logits that are not finite. Whatever else fails
-        while it runs is raised after the slots were told to drop what did not land; RequestRefused("out_of_memory") if
-        the device had too little left. The KV of the step's new positions is undefined after either.
+        Whatever fails while it runs is raised after the slots were told to drop what did not land;
+        RequestRefused("out_of_memory") if the device had too little left. The KV of the step's new positions is
+        undefined then, as is that of a sequence that has no token because its logits are not finite.
         """
-        arrays = self._checked(step)
+        arrays, extras = self._checked(step)
         with torch.inference_mode():
-            tokens, stats = self._in_step(step, lambda: self._tokens(step, arrays))
-        return StepResult(_by_sequence(step, tokens), stats)
+            words, stats = self._in_step(step, lambda: self._words(self._drawn(step, arrays), extras))
+        return _done(step, words, stats, extras)
 
     def run_full(self, step: RunStep) -> FullResult:
         """Like `run`, with the hidden states and logits of every position: for tests and for scoring."""
-        arrays = self._checked(step)
+        arrays, extras = self._checked(step)
         full: list[torch.Tensor] = []
 
-        def tokens() -> torch.Tensor:
+        def words() -> torch.Tensor:
             inputs = on_device(step, arrays, self._device)
             full.append(self._model.hidden(inputs.batch))
             full.append(self._model.logits(full[0]))
-            return sample(full[1][inputs.rows], inputs.sampling)
+            logits = full[1][inputs.rows]
+            return self._words(Drawn(sample(logits, inputs.sampling), logits), extras)
 
         with torch.inference_mode():
-            drawn, stats = self._in_step(step, tokens)
-        return FullResult(StepResult(_by_sequence(step, drawn), stats), *full)
+            drawn, stats = self._in_step(step, words)
+        return FullResult(_done(step, drawn, stats, extras), *full)
 
-    def _checked(self, step: RunStep) -> StepArrays:
+    def _checked(self, step: RunStep) -> tuple[StepArrays, Extras | None]:
         check_step(step, self._spec, self._kv)
-        return step_arrays(step, self._kv.page_tokens, self._table_pages if step.mode == "decode" else 0)
+        arrays = step_arrays(step, self._kv.page_tokens, self._table_pages if step.mode == "decode" else 0)
+        return arrays, extras_of(step, arrays)
 
     def _in_step(self, step: RunStep, compute: "_Compute") -> tuple[list[int], ExpertStats]:
-        """What `compute` draws, with the slots' step around it."""
+        """The words that `compute` draws, with the slots' step around it."""
         try:
             self._experts.begin_step(step.mode)
-            tokens = self._experts.collect(compute())
-            return tokens, self._experts.end_step()
+            words = self._experts.collect(compute())
+            return words, self._experts.end_step()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which hold the step's tensors
             self._experts.abort_step()
@@ -117,35 +113,40 @@ class StepRunner:
                 raise RequestRefused("out_of_memory", f"{error}; lower --chunked-prefill-size or --slots") from None
             raise
 
-    def _tokens(self, step: RunStep, arrays: StepArrays) -> torch.Tensor:
+    def _drawn(self, step: RunStep, arrays: StepArrays) -> Drawn:
         if self._graphs is not None and step.mode == "decode":
-            tokens = self._graphs(arrays)
-            if tokens is not None:
-                return tokens
+            drawn = self._graphs(arrays)
+            if drawn is not None:
+                return drawn
         return forward(self._model, on_device(step, arrays, self._device))
+
+    def _words(self, drawn: Drawn, extras: Extras | None) -> torch.Tensor:
+        return drawn.tokens if extras is None else with_extras(drawn, extras)
 
 
 class _Compute(Protocol):
     def __call__(self) -> torch.Tensor: ...
 
 
-def forward(model: Decoder, inputs: StepInputs) -> torch.Tensor:
-    """The tokens [R] int64 drawn from the rows that `inputs` names; -1 where the logits are not finite."""
+def forward(model: Decoder, inputs: StepInputs, logits: torch.Tensor | None = None) -> Drawn:
+    """What is drawn from the rows that `inputs` names; their logits in `logits` [R, V] float32, if that is given."""
     hidden = model.hidden(inputs.batch)
     if inputs.rows.shape[0] == 0:
-        return inputs.rows
-    return sample(model.logits(hidden[inputs.rows]), inputs.sampling)
+        return Drawn(inputs.rows, hidden.new_empty(0, model.vocab_size, dtype=torch.float32))
+    logits = model.logits(hidden[inputs.rows], logits)
+    return Drawn(sample(logits, inputs.sampling), logits)
 
 
-def _by_sequence(step: RunStep, drawn: list[int]) -> list[int]:
-    """[B] the tokens of the step's sequences. RequestRefused("bad_logits")."""
-    tokens = iter(drawn)
-    by_sequence = [next(tokens) if sequence.sample is not None else -1 for sequence in step.sequences]
-    for sequence, token in zip(step.sequences, by_sequence, strict=True):
-        if sequence.sample is not None and token < 0:
-            raise RequestRefused(
-                "bad_logits",
-                f"the model's logits of sequence {sequence.sequence} are not finite: NaN or infinity in the weights, "
-                "or an overflow of the element type; try --dtype float32",
-            )
-    return by_sequence
+def _done(step: RunStep, words: list[int], stats: ExpertStats, extras: Extras | None) -> StepDone:
+    """What came of the step, by its sequences."""
+    rows = [i for i, sequence in enumerate(step.sequences) if sequence.sample is not None]
+    tokens = [-1] * len(step.sequences)
+    for i, token in zip(rows, words, strict=False):  # after the tokens come the log-probabilities
+        tokens[i] = token
+    if extras is None or not extras.told:
+        return StepDone(tokens, stats)
+    logprobs: list[Logprobs | None] = [None] * len(step.sequences)
+    for row, found in read_logprobs(words[len(rows) :], extras):
+        i = rows[row]
+        logprobs[i] = found if tokens[i] >= 0 else None
+    return StepDone(tokens, stats, logprobs)

@@ -1,9 +1,13 @@
 """What a RunStep may ask for. Pure but for its types."""
 
+import math
+
+import numpy as np
+
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import RequestRefused
 from worker.kv import KvCache
-from worker.protocol import Mode, RunStep, Sampling, SequenceStep
+from worker.protocol import MAX_LOGPROBS, Changes, Mode, RunStep, Sampling, SequenceStep
 
 
 def check_step(step: RunStep, spec: ModelSpec, kv: KvCache) -> None:
@@ -35,16 +39,30 @@ def _fault(sequence: SequenceStep, mode: Mode, spec: ModelSpec, kv: KvCache) -> 
         return f"KV pages must be in 0 .. {kv.num_pages - 1}"
     if len(set(sequence.pages)) < len(sequence.pages):
         return "a KV page appears twice"
-    return _sampling_fault(sequence.sample)
+    return None if sequence.sample is None else _sampling_fault(sequence.sample, spec.vocab_size)
 
 
-def _sampling_fault(sampling: Sampling | None) -> str | None:
-    if sampling is None:
-        return None
+def _sampling_fault(sampling: Sampling, vocab_size: int) -> str | None:
     if not 0 <= sampling.temperature < float("inf"):
         return f"temperature must be finite and not negative, not {sampling.temperature}"
     if not 0 < sampling.top_p <= 1:
         return f"top_p must be in (0, 1], not {sampling.top_p}"
     if not 0 <= sampling.top_k < 2**63:
         return f"top_k must be in 0 .. 2**63 - 1, not {sampling.top_k}"
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p must be in [0, 1], not {sampling.min_p}"
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        return f"logprobs must be in 0 .. {MAX_LOGPROBS}, not {sampling.logprobs}"
+    return None if sampling.changes is None else _changes_fault(sampling.changes, vocab_size)
+
+
+def _changes_fault(changes: Changes, vocab_size: int) -> str | None:
+    numbers = (changes.repetition, changes.presence, changes.frequency, *changes.bias.values())
+    if not all(map(math.isfinite, numbers)) or changes.repetition <= 0:
+        return "penalties and biases must be finite, and repetition positive"
+    if len(changes.seen) != len(changes.counts) or len(changes.seen) % 4:
+        return f"seen has {len(changes.seen)} bytes and counts {len(changes.counts)}: must be as many words"
+    ids = [*changes.bias, *np.frombuffer(changes.seen, np.int32).tolist()]
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        return f"ids of changed logits must be in 0 .. {vocab_size - 1}"
     return None

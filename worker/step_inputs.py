@@ -13,10 +13,9 @@ from worker.protocol import RunStep, Sampling, SequenceStep
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-ALIGNMENT = 16
-"""Bytes at which each array starts in a packed copy."""
-
-_GREEDY = Sampling()
+ALIGNMENT = 64
+"""Bytes at which each array starts in a packed copy: torch has kernels of their own for tensors on smaller boundaries,
+and which kernels a step takes must not depend on how many numbers come before."""
 
 
 class StepArrays(NamedTuple):
@@ -30,6 +29,7 @@ class StepArrays(NamedTuple):
     temperature: Floats  # [R]
     top_k: Ints  # [R]
     top_p: Floats  # [R]
+    min_p: Floats  # [R]
     seed: Ints  # [R]
     position: Ints  # [R] of the token to draw
     lengths: NDArray[np.int32]  # [B] of a decode step by page table, else [0]
@@ -54,7 +54,7 @@ def step_arrays(step: RunStep, page_tokens: int, table_pages: int = 0) -> StepAr
     pages = [np.asarray(s.pages, np.int64)[p // page_tokens] for s, p in zip(step.sequences, here, strict=True)]
     drawn = [s for s in step.sequences if s.sample is not None]
     ends = np.cumsum([len(s.tokens) for s in step.sequences])
-    settings = [s.sample or _GREEDY for s in drawn]
+    settings = settings_of(step)
     return StepArrays(
         tokens=np.concatenate([np.asarray(s.tokens, np.int64) for s in step.sequences]),
         positions=positions,
@@ -64,10 +64,16 @@ def step_arrays(step: RunStep, page_tokens: int, table_pages: int = 0) -> StepAr
         temperature=np.array([s.temperature for s in settings], np.float64),
         top_k=np.array([s.top_k for s in settings], np.int64),
         top_p=np.array([s.top_p for s in settings], np.float64),
+        min_p=np.array([s.min_p for s in settings], np.float64),
         seed=np.array([_signed(s.seed) for s in settings], np.int64),
         position=np.array([s.start + len(s.tokens) for s in drawn], np.int64),
         **_page_table(step.sequences, table_pages),
     )
+
+
+def settings_of(step: RunStep) -> list[Sampling]:
+    """[R] the settings of the sequences that draw a token."""
+    return [s.sample for s in step.sequences if s.sample is not None]
 
 
 def _page_table(sequences: Sequence[SequenceStep], pages: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Plain torch. Rows are drawn one by one, so that nothing of a row depends on its neighbours."""
 
+import math
+
 import torch
 
 # SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed 64-bit words.
@@ -9,15 +11,18 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniforms: torch.Tensor,
 ) -> torch.Tensor:
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-    settings = zip(
-        _finite(logits), temperature.tolist(), top_k.tolist(), top_p.tolist(), uniforms.tolist(), strict=True
-    )
-    for row, (finite, heat, k, p, u) in enumerate(settings):
+    columns = (column.tolist() for column in (temperature, top_k, top_p, min_p, uniforms))
+    for row, (finite, heat, k, p, least, u) in enumerate(zip(_finite(logits), *columns, strict=True)):
         if finite:
-            tokens[row] = torch.argmax(logits[row]) if heat == 0 else _draw(logits[row], heat, k, p, u)
+            tokens[row] = torch.argmax(logits[row]) if heat == 0 else _draw(logits[row], heat, k, p, least, u)
     return tokens
 
 
@@ -46,15 +51,17 @@ def _shift_right(word: torch.Tensor, bits: int) -> torch.Tensor:
     return (word >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, u: float) -> torch.Tensor:
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> torch.Tensor:
     wide = logits.to(torch.float64)
-    scaled = (wide - wide.max()) / temperature  # the largest becomes 0: a tiny temperature cannot overflow
-    if top_k == 0 and top_p == 1.0:
-        return inverse_cdf(torch.softmax(scaled, dim=0), u)
-    ordered, ids = torch.sort(scaled, descending=True, stable=True)
+    below = wide - wide.max()  # the largest becomes 0: a tiny temperature cannot overflow
+    if top_k == 0 and top_p == 1.0 and min_p == 0.0:
+        return inverse_cdf(torch.softmax(below / temperature, dim=0), u)
+    ordered, ids = torch.sort(below, descending=True, stable=True)
     if top_k:
         ordered = ordered[:top_k]
-    probabilities = torch.softmax(ordered, dim=0)
+    if min_p:  # exp(below / temperature), the share of the largest probability, is at least min_p
+        ordered = ordered[ordered >= temperature * math.log(min_p)]
+    probabilities = torch.softmax(ordered / temperature, dim=0)
     reached = int(torch.searchsorted(probabilities.cumsum(0), top_p))
     return ids[inverse_cdf(probabilities[: reached + 1], u)]
 

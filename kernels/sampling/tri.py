@@ -7,8 +7,9 @@ that a greedy row is done, and a row without top_k and top_p reads the one chunk
 The order of the others is that of the reference's stable sort: by logit, then the lower id. Nothing is sorted: a rank
 or a mass is found as the largest key (the logit's bits, made to order like integers) above which there is enough, WAYS
 keys at a time. Before that, tokens that cannot be among the kept ones are left out: of top_k, all below the k-th
-largest of the chunks' maxima; of top_p, all below a logit so small that V tokens of it have less mass than top_p leaves
-out. Where the rest is more than CANDIDATES, the searches run over the whole row instead, which takes longer.
+largest of the chunks' maxima; of min_p, all below its edge, which is a logit; of top_p alone, all below a logit so
+small that V tokens of it have less mass than top_p leaves out. Where the rest is more than CANDIDATES, the searches run
+over the whole row instead, which takes longer.
 """
 
 from typing import Any
@@ -32,6 +33,7 @@ def sample(
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor,
     seed: torch.Tensor,
     position: torch.Tensor,
     chunk: int = CHUNK,
@@ -51,17 +53,13 @@ def sample(
     chosen = torch.empty_like(ids)
     values = torch.empty(rows, room, dtype=logits.dtype, device=device)
     places = torch.empty(rows, room, dtype=torch.int32, device=device)
-    temperature, top_k, top_p, seed, position = (x.contiguous() for x in (temperature, top_k, top_p, seed, position))
+    settings = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seed, position)]
     stride = logits.stride(0)
-    survey = (logits, temperature, top_k, maxima, ids, masses, vocab, stride)
+    survey = (logits, *settings[:2], maxima, ids, masses, vocab, stride)
     _survey[(chunks, rows)](*survey, CHUNK=chunk, num_warps=4)
     _draw[(rows,)](
         logits,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        position,
+        *settings,
         maxima,
         ids,
         masses,
@@ -289,31 +287,53 @@ def _by_id(row_ptr, maxima, masses, top, heat, u, vocab, CHUNK: tl.constexpr, BL
 
 
 @triton.jit
-def _lower_bound(maxima_ptr, chunks, vocab, whole, top, heat, top_k, top_p, TILE: tl.constexpr, WAYS: tl.constexpr):
-    """A key, [] int64, at or below that of every token that top_k and top_p keep."""
-    lowest = tl.full((), LOWEST, tl.int64)
-    if top_k == 0:
+def _floor(top, heat, min_p, WAYS: tl.constexpr):
+    """The lowest key, [] int64, whose logit min_p keeps: one that is -heat * log(min_p) below the top or less. LOWEST
+    if min_p is off.
+
+    The sum's rounding may be a key or two off the comparison's, so the keys around it are compared.
+    """
+    floor = tl.full((), LOWEST, tl.int64)
+    if min_p > 0.0:
+        depth = heat * tl.log(min_p)
+        near = _key(tl.maximum(top.to(tl.float64) + depth, -3.4e38).to(tl.float32)).to(tl.int64)
+        keys = near + tl.arange(0, WAYS) - WAYS // 2
+        kept = _value(keys).to(tl.float64) - top.to(tl.float64) >= depth
+        floor = tl.min(tl.where(kept, keys, near + WAYS), axis=0)
+    return floor
+
+
+@triton.jit
+def _lower_bound(
+    maxima_ptr, chunks, vocab, whole, top, heat, top_k, top_p, floor, TILE: tl.constexpr, WAYS: tl.constexpr
+):
+    """A key, [] int64, at or below that of every token that top_k, min_p and top_p keep; of every one that top_k and
+    min_p keep, if one of them is on, since top_p is a share of their mass."""
+    lowest = floor
+    if (top_k == 0) & (floor == LOWEST):
         # Below it V tokens have less than what top_p leaves out of the whole; 1e-9 is for the roundings of the masses.
         share = (1.0 - top_p) * (1.0 - 1e-9) * whole / vocab.to(tl.float64)
         bound = top.to(tl.float64) + heat * tl.log(share)
         lowest = tl.maximum(_key(bound.to(tl.float32)).to(tl.int64) - 2, lowest)
-    elif top_k <= chunks:
+    elif (top_k > 0) & (top_k <= chunks):
         high = _key(top).to(tl.int64) + 1
         lowest = _search(maxima_ptr, chunks, lowest, high, top, heat, top_k, 0.0, 0.0, False, TILE, WAYS)
     return lowest
 
 
 @triton.jit
-def _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, u, TILE: tl.constexpr, WAYS: tl.constexpr):
-    """The place in the list of the token drawn; `lowest` is at or below all that are kept, `whole` the row's mass."""
+def _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, floor, u, TILE: tl.constexpr, WAYS: tl.constexpr):
+    """The place in the list of the token drawn; `lowest` is as _lower_bound says, `whole` the row's mass."""
     high = _key(top).to(tl.int64) + 1
     # Kept are the logits above the key `edge`, and of those at it the first `limit`.
     edge = lowest
     limit = n
     if top_k > 0:
         edge = _search(list_ptr, n, edge, high, top, heat, top_k, 0.0, 0.0, False, TILE, WAYS)
-        _, above, mass = _edge(list_ptr, n, edge, top, heat, TILE, WAYS)
-        limit = top_k.to(tl.int32) - above
+    if (top_k > 0) | (floor > LOWEST):
+        limit, above, mass = _edge(list_ptr, n, edge, top, heat, TILE, WAYS)
+        if top_k > 0:
+            limit = tl.minimum(limit, top_k.to(tl.int32) - above)
         whole = mass + limit * _weight(_value(edge), top, heat)
     if top_p < 1.0:
         reach = top_p * whole
@@ -341,6 +361,7 @@ def _draw(
     temperature_ptr,  # [B] float64
     top_k_ptr,  # [B] int64
     top_p_ptr,  # [B] float64
+    min_p_ptr,  # [B] float64
     seed_ptr,  # [B] int64
     position_ptr,  # [B] int64
     maxima_ptr,  # [B, C], as the survey left them, and so the next two
@@ -373,13 +394,14 @@ def _draw(
         row_ptr = logits_ptr + row * stride
         top_k = tl.minimum(tl.load(top_k_ptr + row), vocab)
         top_p = tl.load(top_p_ptr + row)
+        floor = _floor(top, heat, tl.load(min_p_ptr + row), WAYS)
         u = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
         masses = tl.load(masses_ptr + row * chunks + c, mask=(c < chunks) & (top_k == 0), other=0.0)
-        if (top_k == 0) & (top_p >= 1.0):
+        if (top_k == 0) & (top_p >= 1.0) & (floor == LOWEST):
             token = _by_id(row_ptr, maxima, masses, top, heat, u, vocab, CHUNK, BLOCK_C)
         else:
             whole = tl.sum(masses * _weight(maxima, top, heat), axis=0)
-            lowest = _lower_bound(maxima_ptr, chunks, vocab, whole, top, heat, top_k, top_p, TILE, WAYS)
+            lowest = _lower_bound(maxima_ptr, chunks, vocab, whole, top, heat, top_k, top_p, floor, TILE, WAYS)
             values_ptr += row * ROOM
             places_ptr += row * ROOM
             count = _gather(
@@ -400,6 +422,6 @@ def _draw(
             if count <= ROOM:
                 list_ptr = values_ptr
                 n = count
-            place = _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, u, TILE, WAYS)
+            place = _by_rank(list_ptr, n, lowest, whole, top, heat, top_k, top_p, floor, u, TILE, WAYS)
             token = tl.where(count <= ROOM, tl.load(places_ptr + place, mask=count <= ROOM, other=0), place)
     tl.store(tokens_ptr + row, token.to(tl.int64))

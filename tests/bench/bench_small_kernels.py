@@ -272,6 +272,7 @@ def sample_case(rows: int, name: str, sgl: ModuleType | None) -> Case:
         column(heat, torch.float64),
         column(k, torch.int64),
         column(p, torch.float64),
+        column(0.0, torch.float64),
         torch.arange(rows, device="cuda"),
         torch.arange(rows, device="cuda"),
     )

@@ -14,11 +14,11 @@ CHUNK, ROOM = 16, 24
 
 def reference(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     uniforms = ref.uniform(rows.seed, rows.position)
-    return ref.sample(logits, rows.temperature, rows.top_k, rows.top_p, uniforms)
+    return ref.sample(logits, *rows[:4], uniforms)
 
 
 def settings(count: int, generator: torch.Generator) -> RowSampling:
-    """Rows of every kind: greedy, plain, top_k, top_p, both; hot and cold."""
+    """Rows of every kind: greedy, plain, top_k, top_p, min_p, several of them; hot and cold."""
 
     def pick(values: list[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (count,), generator=generator)]
@@ -27,6 +27,7 @@ def settings(count: int, generator: torch.Generator) -> RowSampling:
         pick([0.0, 1.0, 0.7, 3.0, 1e-300, 1e9], torch.float64),
         pick([0, 0, 1, 2, 5, 20, 10**12], torch.int64),
         pick([1.0, 0.913, 0.4713, 0.0131, 0.9999], torch.float64),
+        pick([0.0, 0.0, 0.213, 1e-9, 1.0], torch.float64),
         torch.randint(-(2**62), 2**62, (count,), generator=generator),
         torch.randint(0, 100_000, (count,), generator=generator),
     )
@@ -35,12 +36,13 @@ def settings(count: int, generator: torch.Generator) -> RowSampling:
 if __name__ == "__main__":
     for vocab in (1, 2, 16, 17, 100, 300):
         generator = torch.Generator().manual_seed(vocab)
-        logits = torch.randn(14, vocab, generator=generator) * 4
+        logits = torch.randn(30, vocab, generator=generator) * 4
         logits[5:10] = logits[5:10].round()  # ties
+        logits[14:22] = logits[14:22].round()
         logits[8:10], logits[9] = 0.0, -0.0
         for row, bad in ((10, float("nan")), (11, float("inf")), (12, float("-inf"))):
             logits[row, vocab // 2] = bad
-        rows = settings(14, generator)
+        rows = settings(30, generator)
         actual = tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM)
         expected = reference(logits, rows)
         assert torch.equal(actual, expected), (vocab, actual, expected)

@@ -22,22 +22,30 @@ DRAWS = 4000
 
 
 def rows_of(
-    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, position: int = 0
+    count: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    position: int = 0,
+    min_p: float = 0.0,
 ) -> RowSampling:
     """`count` rows of the same settings at consecutive positions."""
     return RowSampling(
         torch.full((count,), temperature, dtype=torch.float64),
         torch.full((count,), top_k),
         torch.full((count,), top_p, dtype=torch.float64),
+        torch.full((count,), min_p, dtype=torch.float64),
         torch.full((count,), seed),
         torch.arange(position, position + count),
     )
 
 
-def exact(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+def exact(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> list[float]:
     """The probabilities sampling must have, token by token, from the definition in float64."""
     weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
+    order = [i for i in order if weights[i] >= min_p * max(weights)]
     total = sum(weights[i] for i in order)
     kept: list[int] = []
     for i in order:
@@ -52,29 +60,34 @@ LOGITS = [2.0, -1.0, 0.5, 2.0, 1.0, -3.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    ("temperature", "top_k", "top_p", "min_p"),
     [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (2.0, 0, 1.0),
-        (1.0, 1, 1.0),
-        (1.0, 3, 1.0),
-        (1.0, 100, 1.0),
-        (1.0, 0, 0.3),
-        (1.0, 0, 0.8),
-        (1.0, 0, 0.999999),
-        (0.7, 4, 0.9),
-        (1.5, 2, 0.01),
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 0, 1.0, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 3, 1.0, 0.0),
+        (1.0, 100, 1.0, 0.0),
+        (1.0, 0, 0.3, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 0.999999, 0.0),
+        (0.7, 4, 0.9, 0.0),
+        (1.5, 2, 0.01, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (3.0, 0, 1.0, 0.2),
+        (1.0, 0, 1.0, 1.0),
+        (1.0, 0, 0.7, 0.1),
+        (1.3, 4, 0.95, 0.3),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, -5])
 def test_frequencies_are_those_of_the_exact_probabilities(
-    temperature: float, top_k: int, top_p: float, seed: int
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     """Chi-square over 4,000 fixed draws; nothing is drawn that has no probability, everything likely is."""
-    expected = np.array(exact(LOGITS, temperature, top_k, top_p))
+    expected = np.array(exact(LOGITS, temperature, top_k, top_p, min_p))
     logits = torch.tensor([LOGITS]).repeat(DRAWS, 1)
-    tokens = sample(logits, rows_of(DRAWS, temperature, top_k, top_p, seed))
+    tokens = sample(logits, rows_of(DRAWS, temperature, top_k, top_p, seed, min_p=min_p))
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert not counts[expected == 0].any()
     assert (counts[expected > 0.005] > 0).all()
@@ -84,12 +97,19 @@ def test_frequencies_are_those_of_the_exact_probabilities(
     assert chi_square <= freedom + 5 * math.sqrt(2 * freedom + 1e-9)
 
 
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.integers(0, 10), st.floats(0.01, 1.0), st.integers(0))
-def test_no_draw_leaves_the_support(values: list[int], top_k: int, top_p: float, seed: int) -> None:
+@given(
+    st.lists(st.integers(-3, 3), min_size=1, max_size=9),
+    st.integers(0, 10),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 1.0),
+    st.integers(0),
+)
+def test_no_draw_leaves_the_support(values: list[int], top_k: int, top_p: float, min_p: float, seed: int) -> None:
     """Against the brute-force nucleus, on logits with many ties."""
     logits = [float(value) for value in values]
-    probabilities = exact(logits, 1.0, top_k, top_p)
-    tokens = sample(torch.tensor([logits]).repeat(20, 1), rows_of(20, 1.0, top_k, top_p, seed % 2**63))
+    probabilities = exact(logits, 1.0, top_k, top_p, min_p)
+    rows = rows_of(20, 1.0, top_k, top_p, seed % 2**63, min_p=min_p)
+    tokens = sample(torch.tensor([logits]).repeat(20, 1), rows)
     assert all(probabilities[token] > 0 for token in tokens.tolist())
 
 
@@ -122,6 +142,7 @@ def test_a_row_is_drawn_the_same_whatever_else_is_in_the_batch() -> None:
         torch.tensor([0.0, 1.0, 0.7, 1.3, 1.0, 1.0], dtype=torch.float64),
         torch.tensor([0, 0, 5, 0, 20, 1]),
         torch.tensor([1.0, 1.0, 0.9, 0.5, 1.0, 1.0], dtype=torch.float64),
+        torch.tensor([0.0, 0.0, 0.01, 0.3, 0.0, 0.0], dtype=torch.float64),
         torch.tensor([3, 3, 4, 5, 6, 7]),
         torch.tensor([10, 10, 10, 11, 12, 13]),
     )
@@ -178,6 +199,9 @@ def test_no_rows() -> None:
         (rows_of(2, top_p=0.0), "top_p"),
         (rows_of(2, top_p=1.1), "top_p"),
         (rows_of(2, top_k=-1), "top_k"),
+        (rows_of(2, min_p=-0.1), "min_p"),
+        (rows_of(2, min_p=1.1), "min_p"),
+        (rows_of(2, min_p=math.nan), "min_p"),
         (rows_of(3), "temperature"),
         (rows_of(2)._replace(seed=torch.zeros(2)), "seed"),
     ],
@@ -216,7 +240,9 @@ def test_the_triton_kernels_compile_for_hopper(vocab: int) -> None:
     from kernels.sampling import tri
     from tests.kernels.compiled_for import expect_fits
 
-    types = dict.fromkeys(("temperature_ptr", "top_p_ptr", "masses_ptr"), "*fp64") | {"maxima_ptr": "*fp32"}
+    types = dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "masses_ptr"), "*fp64") | {
+        "maxima_ptr": "*fp32"
+    }
     types |= dict.fromkeys(("top_k_ptr", "seed_ptr", "position_ptr", "tokens_ptr"), "*i64")
     types |= dict.fromkeys(("ids_ptr", "chosen_ptr", "places_ptr"), "*i32") | {"vocab": "i32", "stride": "i32"}
     for dtype in ("*fp32", "*bf16"):
@@ -225,22 +251,21 @@ def test_the_triton_kernels_compile_for_hopper(vocab: int) -> None:
         expect_fits(tri._draw, types, tri.draw_arguments(vocab, tri.CHUNK, min(vocab, tri.CANDIDATES)))
 
 
-KINDS = [
-    (heat, k, p)
-    for heat in (0.0, 1.0, 0.6, 1e-300)
-    for k, p in ((0, 1.0), (20, 1.0), (0, 0.953), (0, 0.2713), (20, 0.87), (500, 0.9917), (10**12, 1.0), (1, 0.5))
-]
-"""temperature, top_k, top_p; no top_p that a sum of equal probabilities could meet exactly."""
+CUTS = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.953, 0.0), (0, 0.2713, 0.0), (20, 0.87, 0.0), (500, 0.9917, 0.0)]
+CUTS += [(10**12, 1.0, 0.0), (1, 0.5, 0.0), (0, 1.0, 0.0513), (0, 0.913, 1e-7), (30, 0.953, 0.02), (0, 1.0, 1.0)]
+KINDS = [(heat, *cuts) for heat in (0.0, 1.0, 0.6, 1e-300) for cuts in CUTS]
+"""temperature, top_k, top_p, min_p; no top_p that a sum of equal probabilities could meet exactly."""
 
 
 def rows_of_kinds(device: str) -> RowSampling:
     """A row of each of KINDS."""
-    heat, k, p = (list(column) for column in zip(*KINDS, strict=True))
+    heat, k, p, least = (list(column) for column in zip(*KINDS, strict=True))
     index = torch.arange(len(KINDS), device=device)
     return RowSampling(
         torch.tensor(heat, dtype=torch.float64, device=device),
         torch.tensor(k, device=device),
         torch.tensor(p, dtype=torch.float64, device=device),
+        torch.tensor(least, dtype=torch.float64, device=device),
         index * 7919 - 40_000,
         index * 31,
     )
@@ -266,10 +291,10 @@ def test_the_device_s_tokens_are_the_reference_s(dtype: torch.dtype, vocab: int,
 def test_the_device_draws_many_times_what_the_reference_draws() -> None:
     """Against the CPU, 500 draws of each kind from one distribution with ties."""
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(5)).mul(3).round()
-    for heat, k, p in KINDS:
-        rows = rows_of(500, heat, k, p, seed=-9)
+    for heat, k, p, least in KINDS:
+        rows = rows_of(500, heat, k, p, seed=-9, min_p=least)
         tokens = sample(logits.expand(500, -1).cuda(), RowSampling(*(column.cuda() for column in rows)))
-        assert torch.equal(tokens.cpu(), sample(logits.expand(500, -1), rows)), (heat, k, p)
+        assert torch.equal(tokens.cpu(), sample(logits.expand(500, -1), rows)), (heat, k, p, least)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,8 @@ import pytest
 
 from kernels.formats import layout
 from kernels.grouped_gemm import variant
-from worker.rehearsal import kernels_of, sizes_to_rehearse
+from worker.drawing import BLOCK_ROWS
+from worker.rehearsal import extras_of_a_block, kernels_of, sizes_to_rehearse
 
 
 @pytest.mark.parametrize(("experts", "k", "expert_format"), [(512, 10, "nvfp4"), (64, 8, "bfloat16"), (8, 2, "nvfp4")])
@@ -21,3 +22,11 @@ def test_every_size_has_its_kernels_rehearsed(experts: int, k: int, expert_forma
     rehearsed = {kernels(size) for size in sizes}
     assert all(kernels(tokens) in rehearsed for tokens in range(1, longest + 1))
     assert len(sizes) <= len(rehearsed) + 1 <= 24
+
+
+@pytest.mark.parametrize("rows", [1, BLOCK_ROWS])
+def test_all_that_a_row_can_want_is_rehearsed(rows: int) -> None:
+    """No array is empty, or else what computes on it would not be launched; a block is as large as it says."""
+    extras = extras_of_a_block(rows)
+    assert len(extras.changed) == 1 and all(len(array) >= rows for array in extras.changed[0])
+    assert len(extras.told) == rows

@@ -57,7 +57,7 @@ class FakeEngine:
         self.running = False
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def run(self, step: RunStep) -> tuple[list[int], ExpertStats]:
+    def run(self, step: RunStep) -> StepDone:
         self.running = True
         self.gate.wait(10)
         self.running = False
@@ -69,7 +69,7 @@ class FakeEngine:
             raise failure
         token = step.sequences[0].tokens[0]
         self.seen.append(token)
-        return [token], ExpertStats(1, 3, 1, 2, 1280)
+        return StepDone([token], ExpertStats(1, 3, 1, 2, 1280))
 
     def stats(self) -> dict[Mode, ExpertStats]:
         return {"decode": ExpertStats(len(self.seen)), "demand": ExpertStats(), "streamed": ExpertStats()}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from worker.dense_steps import DenseSteps
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.protocol import ExpertStats, RunStep, Sampling, SequenceStep
+from worker.protocol import Changes, ExpertStats, RunStep, Sampling, SequenceStep
 from worker.step import StepRunner
 
 GREEDY = Sampling()
@@ -41,8 +42,10 @@ def small_spec() -> ModelSpec:
     return ModelSpec("Qwen3MoeForCausalLM", 50, 32, 1e-6, 64, True, "float32", (layer, layer))
 
 
-def runner_with(experts: ResidentExperts, weights: dict[str, torch.Tensor] | None = None) -> StepRunner:
-    spec = small_spec()
+def runner_with(
+    experts: ResidentExperts, weights: dict[str, torch.Tensor] | None = None, spec: ModelSpec | None = None
+) -> StepRunner:
+    spec = spec or small_spec()
     record = layout("float32", 32, 16)
     pool = torch.randn(16, record.record_nbytes // 4, generator=torch.Generator().manual_seed(5)) * 0.3
     kv = KvCache(spec, 20, PAGE_TOKENS, torch.float32, CPU)
@@ -53,6 +56,11 @@ def runner_with(experts: ResidentExperts, weights: dict[str, torch.Tensor] | Non
 @pytest.fixture
 def runner() -> StepRunner:
     return runner_with(ResidentExperts(2, 8))
+
+
+def words(*values: int) -> bytes:
+    """int32 words."""
+    return np.array(values, np.int32).tobytes()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -128,19 +136,34 @@ def test_an_error_in_a_step_aborts_it_and_the_next_one_works() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_fail_the_step_and_the_next_one_works(sampling: Sampling, bad: float) -> None:
-    """Against the same step before the weights were damaged; the slots end their step as ever."""
-    experts, weights = ResidentExperts(2, 8), random_weights(small_spec())
-    runner, embed = runner_with(experts, dict(weights)), weights["embed"]
-    step = RunStep("demand", [SequenceStep(7, [1, 2], 0, [3], sampling), SequenceStep(8, [49, 3], 0, [5], sampling)])
-    sound, row = runner.run_full(step).logits, embed[49].clone()
+def test_a_sequence_without_finite_logits_has_no_token_and_the_others_have_theirs(
+    sampling: Sampling, bad: float
+) -> None:
+    """Against the same step before an embedding was damaged; the pages written to serve a shorter sequence after it,
+    against a page that nothing bad was written to."""
+    spec = msgspec.structs.replace(small_spec(), tie_word_embeddings=False)
+    experts, weights = ResidentExperts(2, 8), random_weights(spec)
+    embed = weights["embed"]
+    runner = runner_with(experts, weights | {"head": embed.clone()}, spec)
+    asking = msgspec.structs.replace(sampling, logprobs=1)
+    sequences = [
+        SequenceStep(7, [1, 2], 0, [3], sampling),
+        SequenceStep(8, [49, 3, 4], 0, [5], asking),
+        SequenceStep(9, [4, 49], 0, [6], None),
+        SequenceStep(10, [6], 0, [7], asking),
+    ]
+    step = RunStep("demand", sequences)
+    sound, row = runner.run(step), embed[49].clone()
     embed[49] = bad
     experts.calls.clear()
-    with pytest.raises(RequestRefused, match="sequence 7 are not finite") as caught:
-        runner.run(step)
-    assert caught.value.code == "bad_logits" and experts.calls == ["begin demand", "end"]
+    done = runner.run(step)
+    assert experts.calls == ["begin demand", "end"]
+    assert done.tokens == [sound.tokens[0], -1, -1, sound.tokens[3]]
+    assert sound.logprobs and done.logprobs and done.logprobs[:3] == [None, None, None]
+    assert sound.logprobs[3] and done.logprobs[3] and done.logprobs[3].ids == sound.logprobs[3].ids
     embed[49] = row
-    assert torch.equal(runner.run_full(step).logits, sound)
+    after = [runner.run_full(RunStep("demand", [SequenceStep(9, [8, 9], 0, [page])])) for page in (5, 6, 11)]
+    assert all(torch.equal(full.logits, after[-1].logits) for full in after)
 
 
 GOOD = SequenceStep(0, [1, 2, 3, 4, 5], 0, [0, 1], GREEDY)
@@ -164,6 +187,19 @@ GOOD = SequenceStep(0, [1, 2, 3, 4, 5], 0, [0, 1], GREEDY)
         ({"sample": Sampling(top_p=0.0)}, "top_p"),
         ({"sample": Sampling(top_k=-1)}, "top_k"),
         ({"sample": Sampling(top_k=2**63)}, "top_k"),
+        ({"sample": Sampling(min_p=1.5)}, "min_p"),
+        ({"sample": Sampling(min_p=float("nan"))}, "min_p"),
+        ({"sample": Sampling(logprobs=-1)}, "logprobs"),
+        ({"sample": Sampling(logprobs=21)}, "logprobs"),
+        ({"sample": Sampling(changes=Changes(repetition=0.0))}, "repetition"),
+        ({"sample": Sampling(changes=Changes(presence=float("nan")))}, "penalties"),
+        ({"sample": Sampling(changes=Changes(frequency=float("inf")))}, "penalties"),
+        ({"sample": Sampling(changes=Changes(bias={3: float("nan")}))}, "biases"),
+        ({"sample": Sampling(changes=Changes(bias={50: 1.0}))}, "changed logits must be in 0 .. 49"),
+        ({"sample": Sampling(changes=Changes(bias={-1: 1.0}))}, "changed logits"),
+        ({"sample": Sampling(changes=Changes(seen=words(4, 50), counts=words(0, 1)))}, "changed logits"),
+        ({"sample": Sampling(changes=Changes(seen=words(4, 5), counts=words(0)))}, "as many words"),
+        ({"sample": Sampling(changes=Changes(seen=b"abc", counts=b"abc"))}, "as many words"),
     ],
 )
 def test_a_step_that_asks_for_what_is_not_there_is_refused(change: dict[str, object], match: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from worker.protocol import RunStep, Sampling, SequenceStep
 from worker.step_inputs import assemble, on_device, pack, packed_nbytes, step_arrays, views
 
-WARM = Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**63 + 1)
+WARM = Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**63 + 1)
 PREFILL = RunStep("demand", [SequenceStep(0, [7, 8, 9], 3, [5, 6], WARM), SequenceStep(1, [1], 0, [2], None)])
 DECODE = RunStep("decode", [SequenceStep(0, [7], 9, [5, 6, 3], WARM), SequenceStep(1, [1], 0, [2], WARM)])
 
@@ -26,7 +26,7 @@ def test_rows_come_one_sequence_after_the_other() -> None:
 def test_only_sequences_that_draw_have_settings() -> None:
     inputs = on_device(PREFILL, step_arrays(PREFILL, 4), torch.device("cpu"))
     assert inputs.rows.tolist() == [2]
-    assert [values.tolist() for values in inputs.sampling] == [[0.5], [3], [0.9], [1 - 2**63], [6]]
+    assert [values.tolist() for values in inputs.sampling] == [[0.5], [3], [0.9], [0.1], [1 - 2**63], [6]]
 
 
 def test_a_decode_step_by_page_table() -> None:

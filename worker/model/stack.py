@@ -57,6 +57,12 @@ class Decoder:
             x = block(x, batch)
         return self._norm(x)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] float32 of rows of hidden states [R, H]."""
-        return functional.linear(hidden, self._head).to(torch.float32)
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._head.shape[0]
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [R, V] float32 of rows of hidden states [R, H]; in `out` if that is given."""
+        product = functional.linear(hidden, self._head)
+        return product.to(torch.float32) if out is None else out.copy_(product)

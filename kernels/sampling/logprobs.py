@@ -1,0 +1,38 @@
+"""Log-probabilities of drawn tokens and of the likeliest ones. Plain torch; nothing in it waits for the device."""
+
+from typing import NamedTuple
+
+import torch
+
+MAX_VOCAB = 2**31
+
+
+class RowLogprobs(NamedTuple):
+    """Of B rows. Without meaning for a row whose logits are not finite."""
+
+    drawn: torch.Tensor  # [B] float64
+    ids: torch.Tensor  # [B, N] int64 the likeliest first, of equal ones the lowest id
+    top: torch.Tensor  # [B, N] float64 of `ids`
+
+
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowLogprobs:
+    """Natural log-softmax in float64 at `tokens` [B] int64, where -1 stands for no token, and at the `count` likeliest.
+
+    `logits` is [B, V] of float32 or fewer bits; N is `count`, or V if that is less. ValueError for other types.
+    """
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"logits must be of float32 or fewer bits, not {logits.dtype}")
+    whole = torch.logsumexp(logits.to(torch.float64), dim=1, keepdim=True)
+    ids = torch.topk(_order(logits), min(count, logits.shape[1]), dim=1).indices
+    top = logits.gather(1, ids).to(torch.float64) - whole
+    drawn = logits.gather(1, tokens.clamp(min=0)[:, None]).to(torch.float64) - whole
+    return RowLogprobs(drawn[:, 0], ids, top)
+
+
+def _order(logits: torch.Tensor) -> torch.Tensor:
+    """[B, V] int64, all different: larger for a larger logit, of equal ones for the lower id. topk alone leaves open
+    which of equal ones it takes, and with bfloat16 weights there are many."""
+    bits = (logits.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # adding 0 makes the two zeros one
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return key * MAX_VOCAB - ids

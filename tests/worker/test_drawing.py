@@ -1,0 +1,146 @@
+"""Rows that want more than a plain draw, against each row drawn alone from logits changed by hand."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kernels.sampling import sample
+from worker.drawing import BLOCK_ROWS, Drawn, extras_of, read_logprobs, with_extras
+from worker.protocol import MAX_LOGPROBS, Changes, ExpertStats, Logprobs, RunStep, Sampling, SequenceStep, StepDone
+from worker.step_inputs import StepInputs, on_device, step_arrays
+
+VOCAB = 60
+CPU = torch.device("cpu")
+
+
+def changes(seen: dict[int, int] | None = None, bias: dict[int, float] | None = None, **penalties: float) -> Changes:
+    """`seen`: token -> how often it was generated."""
+    seen = seen or {}
+    ids, counts = (np.array(list(values), np.int32).tobytes() for values in (seen.keys(), seen.values()))
+    return Changes(**penalties, seen=ids, counts=counts, bias=bias or {})
+
+
+def step_of(settings: list[Sampling | None]) -> RunStep:
+    return RunStep("decode", [SequenceStep(i, [1], 0, [i], s) for i, s in enumerate(settings)])
+
+
+def inputs_of(step: RunStep) -> StepInputs:
+    return on_device(step, step_arrays(step, 1), CPU)
+
+
+def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(settings: list[Sampling | None], logits: torch.Tensor) -> tuple[list[int], dict[int, Logprobs]]:
+    """Tokens and log-probabilities by row; `logits` [R, V] of the sequences that draw."""
+    step = step_of(settings)
+    arrays = step_arrays(step, 1)
+    plain = sample(logits, on_device(step, arrays, CPU).sampling)
+    extras = extras_of(step, arrays)
+    if extras is None:
+        return plain.tolist(), {}
+    words: list[int] = with_extras(Drawn(plain, logits), extras).tolist()
+    rows = len(logits)
+    return words[:rows], dict(read_logprobs(words[rows:], extras)) if extras.told else {}
+
+
+def by_hand(logits: torch.Tensor, wanted: Changes) -> torch.Tensor:
+    row = logits.tolist()
+    for token, value in wanted.bias.items():
+        row[token] = float(np.float32(row[token] + value))
+    counts = np.frombuffer(wanted.counts, np.int32).tolist()
+    for token, count in zip(np.frombuffer(wanted.seen, np.int32).tolist(), counts, strict=True):
+        logit = row[token] / wanted.repetition if row[token] > 0 else row[token] * wanted.repetition
+        row[token] = logit - wanted.frequency * count - wanted.presence * (count > 0)
+    return torch.tensor(row)
+
+
+def kinds(seed: int) -> list[Sampling]:
+    """Settings of every kind."""
+    warm = Sampling(temperature=1.0, seed=seed, min_p=0.01, top_k=30)
+    penalised = changes({3: 2, 7: 0, seed % VOCAB: 5}, {9: 6.0, 4: -100.0}, repetition=1.7, presence=0.5, frequency=0.3)
+    return [
+        Sampling(),
+        Sampling(changes=penalised, logprobs=2),
+        msgspec.structs.replace(warm, changes=penalised),
+        msgspec.structs.replace(warm, logprobs=0),
+        msgspec.structs.replace(warm, changes=changes(bias={8: 3.0}), logprobs=MAX_LOGPROBS),
+        msgspec.structs.replace(warm, changes=changes({11: 1}, presence=2.0)),
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 2, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 6 * BLOCK_ROWS])
+def test_each_row_is_drawn_as_it_is_alone_from_logits_changed_by_hand(rows: int) -> None:
+    """Tokens are equal; log-probabilities are those of the logits before they were changed."""
+    settings = [kinds(row)[(row + rows) % 6] for row in range(rows)]
+    logits = logits_of(rows, rows)
+    tokens, told = draw([*settings], logits)
+    sampling = inputs_of(step_of([*settings])).sampling
+    for row, wanted in enumerate(settings):
+        mine = by_hand(logits[row], wanted.changes or Changes())
+        alone = type(sampling)(*(column[row : row + 1] for column in sampling))
+        assert tokens[row] == int(sample(mine[None], alone))
+        assert (row in told) == (wanted.logprobs is not None)
+        if wanted.logprobs is not None:
+            expected = torch.log_softmax(logits[row].double(), dim=0)
+            order = torch.sort(expected, descending=True, stable=True).indices[: wanted.logprobs].tolist()
+            assert told[row].ids == order
+            assert told[row].drawn == pytest.approx(float(expected[tokens[row]]), abs=1e-12)
+            assert told[row].top == pytest.approx(expected[order].tolist(), abs=1e-12)
+
+
+def test_a_row_that_draws_nothing_shifts_nothing() -> None:
+    """Against the same rows without it."""
+    settings = kinds(5)
+    logits = logits_of(6)
+    assert draw([None, *settings[:3], None, *settings[3:]], logits)[1] == draw([*settings], logits)[1]
+
+
+def test_changes_that_are_off_draw_what_a_plain_row_draws() -> None:
+    """Against the plain draw, greedy and warm."""
+    off = changes({token: token % 3 for token in range(VOCAB)})
+    plain = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_p=0.9, seed=4)] * 4
+    logits = logits_of(12)
+    changed = [msgspec.structs.replace(sampling, changes=off) for sampling in plain]
+    assert draw([*changed], logits)[0] == draw([*plain], logits)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_forces_and_forbids_a_token(temperature: float) -> None:
+    """Against what the words say of -100 and 100."""
+    logits = logits_of(20)
+    forced = [Sampling(temperature, seed=i, changes=changes(bias={17: 100.0})) for i in range(20)]
+    assert draw([*forced], logits)[0] == [17] * 20
+    best = logits.argmax(dim=1).tolist()
+    forbidden = [Sampling(temperature, seed=i, changes=changes(bias={best[i]: -100.0})) for i in range(20)]
+    assert all(token != best[i] for i, token in enumerate(draw([*forbidden], logits)[0]))
+
+
+def test_a_row_without_finite_logits_has_no_token_whatever_is_changed() -> None:
+    """Against the docstring; its neighbours draw as ever."""
+    logits = logits_of(6)
+    tokens, _ = draw([*kinds(1)], logits)
+    logits[1, 4] = float("nan")
+    logits[5, 40] = float("inf")
+    damaged, told = draw([*kinds(1)], logits)
+    assert damaged == [tokens[0], -1, *tokens[2:5], -1]
+    assert sorted(told) == [1, 3, 4] and told[4].drawn == pytest.approx(
+        float(torch.log_softmax(logits[4].double(), dim=0)[tokens[4]])
+    )
+
+
+def test_a_vocabulary_smaller_than_what_is_asked_for() -> None:
+    """Against its size."""
+    logits = logits_of(1)[:, :7]
+    _, told = draw([Sampling(logprobs=20)], logits)
+    assert sorted(told[0].ids) == list(range(7))
+
+
+def test_what_is_not_asked_for_takes_no_room_on_the_wire() -> None:
+    """Against an empty map; and what is asked for comes back as it was."""
+    assert len(msgspec.msgpack.encode(Sampling())) == 1
+    assert b"logprobs" not in msgspec.msgpack.encode(StepDone([1], ExpertStats()))
+    for sampling in kinds(2):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
