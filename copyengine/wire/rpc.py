@@ -40,6 +40,9 @@ CALL_NBYTES = 8
 REPLY_GRACE_S = 0.2
 """From the last reply to the closing of the server's socket at least: a client drops what it has not read by then."""
 
+MORE, LAST = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
+"""Flags of a frame; ints, for joining two of pyzmq's takes as long as sending."""
+
 LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)$")
 
 SEND_QUEUE_FRAMES = 1000
@@ -65,9 +68,13 @@ class Call(Generic[Req, Rep]):
         self._server = server
         self._number = number
 
-    async def progress(self, reply: Rep) -> None:
+    def send(self, reply: Rep) -> None:
         """Send a reply that is not the final one. PeerDied if the client is gone or reads nothing."""
-        await self._server._send(self.peer, self._number, reply)
+        self._server._send(self.peer, self._number, reply)
+
+    async def progress(self, reply: Rep) -> None:
+        """The same for who needs an awaitable."""
+        self.send(reply)
 
 
 class RpcServer(Generic[Req, Rep]):
@@ -91,6 +98,10 @@ class RpcServer(Generic[Req, Rep]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_reply_s = -REPLY_GRACE_S
         self._socket = context.socket(zmq.ROUTER)
+        self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(
+            self._socket
+        )  # sends at once: a future for each reply takes as long again
+        self._looking = False
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
@@ -145,18 +156,30 @@ class RpcServer(Generic[Req, Rep]):
             log.exception("request failed")
             reply = self._failed("internal", f"{type(error).__name__}: {error}")
         try:
-            await self._send(peer, number, reply)
+            self._send(peer, number, reply)
         except PeerDied:
             log.debug("the client of a finished request is gone")
 
-    async def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
+    def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
+        body = self._encode(reply)
         try:
-            await self._socket.send_multipart([peer, number, self._encode(reply)], flags=zmq.DONTWAIT)
-            self._last_reply_s = time.monotonic()
+            self._sender.send(peer, MORE)  # if one fails it is this one
+            self._sender.send(number, MORE)
+            self._sender.send(body, LAST)
         except zmq.Again:
             raise PeerDied(f"the client does not read its replies ({SEND_QUEUE_FRAMES} waiting)") from None
         except zmq.ZMQError as error:
             raise PeerDied(f"the client is gone: {error.strerror}") from None
+        self._last_reply_s = time.monotonic()
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Have the event loop see requests whose arrival only a send has seen, since the descriptor tells it once."""
+        self._looking = False
+        if not self._socket.closed:
+            self._socket.get(zmq.EVENTS)
 
     def _encode(self, reply: Rep) -> bytes:
         try:
@@ -252,6 +275,8 @@ class RpcClient(Generic[Req, Rep]):
             if self._closed and not (task and task.cancelling()):  # closing the socket cancels what waits to be sent
                 raise self._gone("the connection was closed") from None
             raise
+        except zmq.Again:  # somebody was there when the request's turn came, and had gone when it was sent
+            raise self._gone("its connection closed") from None
         except TimeoutError:
             raise PeerTimeout(f"no answer from the {self._peer} at {self.endpoint} within {deadline_s:g} s") from None
         finally:

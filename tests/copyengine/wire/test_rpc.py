@@ -4,12 +4,14 @@ One final reply per request, whatever happens; junk is counted and harms nobody;
 """
 
 import asyncio
+import pickle
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
@@ -396,6 +398,116 @@ def test_replies_that_are_none_are_counted_by_the_client() -> None:
         context.term()
 
     in_both_loops(test)
+
+
+@asynccontextmanager
+async def answered_by_hand() -> AsyncIterator[tuple[zmq.asyncio.Socket, Client]]:
+    """A client whose server is a bare ROUTER, which may answer what it likes."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER, socket_class=zmq.asyncio.Socket)
+    router.bind("tcp://127.0.0.1:0")
+    try:
+        async with connected(context, router.getsockopt_string(zmq.LAST_ENDPOINT)) as client:
+            yield router, client
+    finally:
+        router.close(linger=0)
+        context.term()
+
+
+NO_REPLY = [
+    b"",
+    b"\x91" * 100_000,
+    pickle.dumps(Answer("x", 1)),
+    msgspec.msgpack.encode(Ask("x")),
+    b"\xdf\xff\xff\xff\xff",
+]
+
+
+def test_no_reply_of_a_hostile_server_ends_more_than_its_call() -> None:
+    """Each kind once, of which the client counts those that are none; then twice the final one, then the next call."""
+
+    async def test() -> None:
+        async with answered_by_hand() as (router, client):
+            for i in range(2):
+                call = asyncio.create_task(client.call(Ask("x"), 5))
+                peer, number, _ = await router.recv_multipart()
+                for frame in NO_REPLY:
+                    await router.send_multipart([peer, number, frame])
+                for _ in range(2):
+                    await router.send_multipart([peer, number, msgspec.msgpack.encode(Answer("x", i))])
+                assert await call == Answer("x", i)
+                assert client.dropped_frames == len(NO_REPLY) * (i + 1)
+
+    in_both_loops(test)
+
+
+def test_an_oversized_reply_ends_the_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever watches the connection learns that it closed."""
+    monkeypatch.setattr(rpc, "MAX_FRAME_NBYTES", 1000)
+
+    async def test() -> None:
+        async with answered_by_hand() as (router, client):
+            calls = [asyncio.create_task(client.call(Ask("x"), 60)) for _ in range(2)]
+            peer, number, _ = await router.recv_multipart()
+            await router.send_multipart([peer, number, bytes(1001)])
+            for call in calls:
+                with pytest.raises(PeerDied):
+                    await asyncio.wait_for(call, 5)
+            assert client.lost.is_set()
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 64, bytes(10_000)],
+    ids=["nothing", "http", "half a greeting", "zeros"],
+)
+def test_a_server_that_speaks_something_else_is_no_server(greeting: bytes) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        writer.close()
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as other:
+            port = other.sockets[0].getsockname()[1]
+            async with connected(context, f"tcp://127.0.0.1:{port}") as client:
+                with pytest.raises((PeerDied, PeerTimeout)):
+                    await client.call(Ask("x"), 0.3)
+                assert client._calls == {}
+        context.term()
+
+    in_both_loops(test)
+
+
+def test_connections_come_and_go_and_leave_nothing() -> None:
+    """A hundred, each closed with a call in flight. Against the tasks and descriptors after the first few."""
+
+    async def test() -> None:
+        async with served() as (context, server, bound):
+            counts = []
+            for _ in range(100):
+                client = Client(context, bound, Reply, (Answer, Failed), Failed, "server")
+                call = asyncio.create_task(client.call(Ask("sleep", 600_000), 600))
+                await client.call(Ask("x"), 5)  # so that the one before has arrived too
+                await client.close()
+                with pytest.raises(PeerDied, match="closed"):
+                    await call
+                for task in server._tasks:
+                    task.cancel()
+                await asyncio.gather(*server._tasks, return_exceptions=True)
+                counts.append((len(asyncio.all_tasks()), descriptors()))
+            assert counts[-1][0] == counts[5][0]
+            assert counts[-1][1] <= counts[5][1] + 3  # those of connections that ZeroMQ is still closing
+
+    in_both_loops(test)
+
+
+def descriptors() -> int:
+    """Open files and sockets of this process."""
+    process = psutil.Process()
+    return int(process.num_handles() if sys.platform == "win32" else process.num_fds())
 
 
 def test_a_client_that_is_gone_or_reads_nothing_costs_only_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
