@@ -96,10 +96,3 @@ def test_torch_stays_out_of(top: str) -> None:
 def test_no_file_is_named_for_nothing() -> None:
     names = {part for p in sources() for part in p.relative_to(ROOT).with_suffix("").parts}
     assert not names & {"utils", "util", "common", "helpers", "helper", "misc"}
-
-
-@pytest.mark.parametrize("path", sources(), ids=module_of)
-def test_no_platform_only_means(path: Path) -> None:
-    text = path.read_text("utf-8")
-    for means in ("ipc://", '"fork"', "/dev/shm", "add_signal_handler", "os.fork", "O_DIRECT", "posix_fadvise"):
-        assert means not in text, f"{path}: {means}"

@@ -22,45 +22,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-MODULES = (
-    *(
-        "uvloop",
-        "fcntl",
-        "resource",
-        "pwd",
-        "grp",
-        "spwd",
-        "crypt",
-        "nis",
-        "termios",
-        "tty",
-        "pty",
-        "syslog",
-        "readline",
-    ),
-)
-
-OS_NAMES = (
-    *("fork", "forkpty", "posix_spawn", "posix_spawnp", "openpty", "mkfifo", "mknod", "nice"),
-    *("getuid", "geteuid", "getgid", "getegid", "getgroups", "setuid", "setgid", "chown", "fchown", "lchown", "chroot"),
-    *("getpgid", "getpgrp", "setpgid", "setpgrp", "getsid", "setsid", "killpg", "wait", "wait3", "wait4", "waitid"),
-    *("posix_fadvise", "posix_fallocate", "O_DIRECT", "O_NONBLOCK", "O_SYNC", "O_DSYNC", "sendfile", "pipe2"),
-    *("pread", "preadv", "pwrite", "pwritev", "readv", "writev", "lockf", "sync", "eventfd", "memfd_create", "fchmod"),
-    *("sched_getaffinity", "sched_setaffinity", "sched_yield", "getloadavg", "getpriority", "setpriority", "ctermid"),
-)
-
-SIGNALS = {"SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM"}
-"""All that Windows has of them."""
-
-SIGNAL_CALLS = (
-    *("alarm", "getitimer", "setitimer", "pause", "siginterrupt", "sigpending", "sigtimedwait", "sigwait"),
-    *("sigwaitinfo", "pthread_kill", "pthread_sigmask", "SIG_BLOCK", "SIG_UNBLOCK", "SIG_SETMASK"),
-)
-
-LOOP_METHODS = (
-    *("add_signal_handler", "remove_signal_handler", "subprocess_exec", "subprocess_shell"),
-    *("connect_read_pipe", "connect_write_pipe", "create_unix_connection", "create_unix_server"),
-)
+from posix_only import LOOP_METHODS, MODULES, OS_NAMES, SIGNAL_CALLS, SIGNALS
 
 _import = builtins.__import__
 _kill = os.kill
