@@ -3,7 +3,6 @@ not install there, no file read in whatever encoding the system prefers. What my
 """
 
 import ast
-import runpy
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -12,10 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.e2e.windows_shim.posix_only import LOOP_METHODS, MODULES, OS_NAMES, SIGNAL_CALLS, SIGNALS
 from tests.test_layers import RANK, ROOT, imports, module_of, sources
-
-POSIX = runpy.run_path(str(ROOT / "tests/e2e/windows_shim/posix_only.py"))
-"""The tables that the end-to-end tests take away by."""
 
 WORDS = ("ipc://", "fork", "forkserver", "/dev/", "/proc", "/sys/", "/tmp", "/etc/", "SIGHUP", "SIGKILL", "SIGUSR1")
 KEYWORDS = ("preexec_fn", "pass_fds", "start_new_session", "process_group", "umask")
@@ -35,22 +32,20 @@ ALLOWED = {
 def posix_only(path: Path) -> Iterator[str]:
     """Names and words in `path` that mean nothing on Windows."""
     tree = ast.parse(path.read_text("utf-8"))
-    yield from (name for name in imports(path) if name.split(".")[0] in POSIX["MODULES"])
+    yield from (name for name in imports(path) if name.split(".")[0] in MODULES)
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in (*POSIX["OS_NAMES"], "kill"):
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in (*OS_NAMES, "kill"):
                 yield name
             case ast.Attribute(value=ast.Name(id="signal"), attr=name) if posix_signal(name):
                 yield name
-            case ast.Attribute(attr=name) if name in (*POSIX["LOOP_METHODS"], "AF_UNIX", "create_subprocess_exec"):
+            case ast.Attribute(attr=name) if name in (*LOOP_METHODS, "AF_UNIX", "create_subprocess_exec"):
                 yield name
             case ast.ImportFrom(module="os" | "signal" | "socket", names=names):
-                yield from (
-                    alias.name for alias in names if alias.name in POSIX["OS_NAMES"] or posix_signal(alias.name)
-                )
+                yield from (alias.name for alias in names if alias.name in OS_NAMES or posix_signal(alias.name))
             case ast.keyword(arg=name) if name in KEYWORDS:
                 yield str(name)
-            case ast.Constant(value=str(text)) if text in (*KEYWORDS, *POSIX["OS_NAMES"]):
+            case ast.Constant(value=str(text)) if text in (*KEYWORDS, *OS_NAMES):
                 yield text
             case ast.Constant(value=str(text)):
                 yield from (word for word in WORDS if text == word or ("/" in word and word in text))
@@ -58,8 +53,8 @@ def posix_only(path: Path) -> Iterator[str]:
 
 def posix_signal(name: str) -> bool:
     """Whether the module `signal` of Windows lacks `name`."""
-    number = name.startswith("SIG") and not name.startswith("SIG_") and name not in POSIX["SIGNALS"]
-    return number or name in POSIX["SIGNAL_CALLS"]
+    number = name.startswith("SIG") and not name.startswith("SIG_") and name not in SIGNALS
+    return number or name in SIGNAL_CALLS
 
 
 def test_every_means_that_only_posix_has_is_accounted_for() -> None:

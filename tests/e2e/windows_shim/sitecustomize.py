@@ -22,7 +22,13 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from posix_only import LOOP_METHODS, MODULES, OS_NAMES, SIGNAL_CALLS, SIGNALS
+from posix_only import (  # type: ignore[import-not-found] - it lies beside this file
+    LOOP_METHODS,
+    MODULES,
+    OS_NAMES,
+    SIGNAL_CALLS,
+    SIGNALS,
+)
 
 _import = builtins.__import__
 _kill = os.kill
