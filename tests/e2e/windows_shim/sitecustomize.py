@@ -22,7 +22,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from posix_only import (  # type: ignore[import-not-found] - it lies beside this file
+from posix_only import (  # type: ignore[import-not-found]  # it lies beside this file
     LOOP_METHODS,
     MODULES,
     OS_NAMES,
