@@ -5,19 +5,23 @@ import re
 import subprocess
 import sys
 import threading
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import jinja2.filters
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 
 from copyengine.wire.errors import ConfigError, RequestRefused
 from scheduler.chat_template import ChatTemplate
 from scheduler.protocol import Generate, Message
-from scheduler.tokenize import load_text_codec
+from scheduler.tokenize import COMPOSED_OF, exceeds, load_text_codec
 from tests.scheduler.rig import CORPUS, train_tokenizer
 
 TEMPLATE = """\
@@ -283,6 +287,45 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path, mo
         with pytest.raises(RequestRefused, match=rf"{len(fits) + 1} characters.* 7 tokens.* {len(fits)} ") as refused:
             codec.encode(generate, 7)
         assert refused.value.code == "context_length_exceeded"
+
+
+def test_text_is_measured_as_the_normaliser_leaves_it(tmp_path: Path) -> None:
+    """Against the same text, composed: 150 characters of four parts each, where 400 fit."""
+    write(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.normalizer = NFC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = load_text_codec(tmp_path, {})
+    composed = "\u1f82" * 150
+    parts = unicodedata.normalize("NFD", composed)
+    assert len(parts) == 600
+    assert codec.encode(Generate(prompt=parts), 40) == codec.encode(Generate(prompt=composed), 40)
+    for too_long in ("x" * 404, parts + "x" * 254, parts * 3):
+        with pytest.raises(RequestRefused, match=f"{len(too_long)} characters.* 40 tokens.* 400 "):
+            codec.encode(Generate(prompt=too_long), 40)
+
+
+@given(
+    text=st.text(st.sampled_from("ae\u0301\u0308\u0345\u0313\u0300\u03b1\u1100\u1161\u11a8가"), max_size=60),
+    bound=st.integers(0, 60),
+    piece_chars=st.integers(1, 20),
+)
+def test_no_text_is_too_long_that_fits_when_composed(text: str, bound: int, piece_chars: int) -> None:
+    """Against Python's own normalisation, wherever it is cut; and what is too long by more than cuts forgive is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scheduler.tokenize.PIECE_CHARS", piece_chars)
+        too_long = exceeds(text, bound, NFC())
+    chars = len(unicodedata.normalize("NFC", text))
+    forgiven = (COMPOSED_OF - 1) * -(-len(text) // piece_chars)
+    assert not (too_long and chars <= bound) and (too_long or chars <= bound + forgiven)
+    assert exceeds(text, bound, None) == (len(text) > bound)
+
+
+def test_no_character_is_composed_of_more() -> None:
+    """Against every character that there is."""
+    characters = map(chr, range(sys.maxunicode + 1))
+    parts = ((unicodedata.normalize("NFD", one), one) for one in characters)
+    assert max(len(many) for many, one in parts if unicodedata.normalize("NFC", many) == one) == COMPOSED_OF
 
 
 def test_encoding_lets_other_threads_go_on(tmp_path: Path) -> None:
