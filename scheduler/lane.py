@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 from copyengine.wire.errors import PeerDied, PeerTimeout, SlotstreamError
 from scheduler.core import Core
@@ -20,8 +21,13 @@ STEP_DEADLINE_S = 600.0
 PASSED_ON = ("bad_logits",)
 """Codes of failed steps that mean something to a client; any other is the worker's or our own fault."""
 
-Outbox = asyncio.Queue[Tokens | Finished | Failed]
 log = logging.getLogger(__name__)
+
+
+class Outbox(Protocol):
+    """Where the replies to one request go."""
+
+    def put_nowait(self, message: Tokens | Finished | Failed) -> None: ...
 
 
 class Lane:

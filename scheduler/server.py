@@ -14,7 +14,7 @@ from scheduler import protocol
 from scheduler.core import total
 from scheduler.lane import Lane
 from scheduler.policy import least_loaded
-from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats
+from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats, Tokens
 from scheduler.request import Ending, Request
 from scheduler.ticket import Service, Tally, Ticket
 from scheduler.validate import SEEDS, check_generate, check_prompt
@@ -92,13 +92,13 @@ class SchedulerServer:
         key = (call.peer, request_id)
         if key in self._tickets:
             raise RequestRefused("duplicate_request", f"request_id {request_id!r} of this client is still being served")
-        ticket = self._tickets[key] = Ticket()
+        ticket = self._tickets[key] = Ticket(lambda tokens: self._send(call, tokens))
         self._idle.clear()
         try:
             request = await self._prepare(service, ticket, generate)
             self._submit(service, ticket, request)
-            await call.progress(Accepted(request_id=request_id, prompt_tokens=request.prompt_tokens))
-            return await self._relay(call, ticket)
+            call.send(Accepted(request_id=request_id, prompt_tokens=request.prompt_tokens))
+            return await ticket.outbox.end()
         finally:
             self._abort(ticket)
             self._tally.count(ticket)
@@ -142,15 +142,10 @@ class SchedulerServer:
         ticket.lane = lane
         lane.submit(request, ticket.outbox)
 
-    async def _relay(self, call: Call[protocol.Request, protocol.Reply], ticket: Ticket) -> Finished | Failed:
-        """Send what the lane yields until the final reply. PeerDied if the client is gone."""
-        while True:
-            tokens, ticket.final = await ticket.next_replies()
-            if tokens.text or tokens.token_ids or ticket.final is None:
-                await call.progress(tokens)
-            self._tally.generated_tokens += len(tokens.token_ids)
-            if ticket.final:
-                return ticket.final
+    def _send(self, call: Call[protocol.Request, protocol.Reply], tokens: Tokens) -> None:
+        """PeerDied if the client is gone."""
+        call.send(tokens)
+        self._tally.generated_tokens += len(tokens.token_ids)
 
     def _abort(self, ticket: Ticket | None) -> None:
         """End a request wherever it is. No-op if it has ended."""

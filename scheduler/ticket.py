@@ -2,16 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from scheduler.lane import Lane, Outbox
+from copyengine.wire.errors import PeerDied
+from scheduler.lane import Lane
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
 from scheduler.tokenize import TextCodec
 
 KEEPALIVE_S = 5.0
-"""A request that waits this long gets an empty Tokens: its client sees that we live, and we see whether it does."""
+"""A request that has waited for one to two times as long gets an empty Tokens: its client sees that we live, and we see
+whether it does."""
 
 
 class Service(Struct, frozen=True):
@@ -25,32 +28,60 @@ class Service(Struct, frozen=True):
     lanes: list[Lane]
 
 
+class ClientOutbox:
+    """See scheduler.lane.Outbox: tokens go to the client at once, the final reply to who waits for it.
+
+    `send` sends one reply, or raises PeerDied, which ends the wait.
+    """
+
+    def __init__(self, send: Callable[[Tokens], None]) -> None:
+        self.final: Finished | Failed | None = None  # the first one put; also when the client is gone by then
+        self._send = send
+        self._gone: PeerDied | None = None
+        self._over = asyncio.Event()
+        self._quiet = False  # since the last keepalive was due
+
+    def put_nowait(self, message: Tokens | Finished | Failed) -> None:
+        """Nothing counts that comes after the first final reply."""
+        if not isinstance(message, Tokens):
+            self.final = self.final or message
+            self._over.set()
+        elif (message.text or message.token_ids) and not self._over.is_set():
+            self._try_to_send(message)
+
+    async def end(self) -> Finished | Failed:
+        """The final reply, once it is there. PeerDied if the client is gone."""
+        while not self._over.is_set():
+            try:
+                async with asyncio.timeout(KEEPALIVE_S):
+                    await self._over.wait()
+            except TimeoutError:
+                if self._quiet:
+                    self._try_to_send(Tokens("", []))
+                self._quiet = True
+        if self._gone:
+            raise self._gone
+        assert self.final
+        return self.final
+
+    def _try_to_send(self, tokens: Tokens) -> None:
+        self._quiet = False
+        try:
+            self._send(tokens)
+        except PeerDied as error:
+            self._gone = error
+            self._over.set()
+
+
 class Ticket:
     """One Generate from its arrival to its final reply."""
 
-    def __init__(self) -> None:
-        self.outbox: Outbox = asyncio.Queue()
+    def __init__(self, send: Callable[[Tokens], None]) -> None:
+        self.outbox = ClientOutbox(send)
         self.aborted = False
         self.arrived_s = time.monotonic()
         self.request: Request | None = None  # once it is accepted
         self.lane: Lane | None = None
-        self.final: Finished | Failed | None = None  # taken from the outbox to be sent
-
-    async def next_replies(self) -> tuple[Tokens, Finished | Failed | None]:
-        """All tokens that are there as one reply, and the final reply if it is there. Empty after KEEPALIVE_S."""
-        text, token_ids = "", list[int]()
-        try:
-            async with asyncio.timeout(KEEPALIVE_S):
-                message = await self.outbox.get()
-        except TimeoutError:
-            return Tokens("", []), None
-        while isinstance(message, Tokens):
-            text += message.text
-            token_ids += message.token_ids
-            if self.outbox.empty():
-                return Tokens(text, token_ids), None
-            message = self.outbox.get_nowait()
-        return Tokens(text, token_ids), message
 
 
 class Tally(Struct):
@@ -66,7 +97,7 @@ class Tally(Struct):
         """`ticket` is over; no-op for one that was refused. Aborted is also whose client left before its end."""
         if ticket.request is None:
             return
-        match ticket.final:
+        match ticket.outbox.final:
             case Failed():
                 self.failed += 1
             case Finished(reason="stop" | "length"):

@@ -98,9 +98,8 @@ class RpcServer(Generic[Req, Rep]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_reply_s = -REPLY_GRACE_S
         self._socket = context.socket(zmq.ROUTER)
-        self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(
-            self._socket
-        )  # sends at once: a future for each reply takes as long again
+        # Sends at once: a future for each reply takes longer than the reply.
+        self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self._looking = False
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

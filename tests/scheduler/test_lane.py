@@ -10,7 +10,7 @@ import zmq.asyncio
 from copyengine.wire.errors import CopyFailed, PeerTimeout, RequestRefused
 from scheduler.core import Core, CoreLimits
 from scheduler.detokenize import NoText
-from scheduler.lane import Lane, Outbox, running
+from scheduler.lane import Lane, running
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Ending, Request
 from tests.scheduler.rig import FakeWorker, on_loop
@@ -33,6 +33,8 @@ async def lanes(count: int = 1) -> AsyncIterator[list[tuple[Lane, FakeWorker]]]:
             await client.close()
             await worker.die()
         context.term()
+
+Outbox = asyncio.Queue[Tokens | Finished | Failed]
 
 
 def submit(lane: Lane, sequence: int, max_tokens: int = 500) -> Outbox:

@@ -6,6 +6,7 @@ One final reply per request, whatever happens; junk is counted and harms nobody;
 import asyncio
 import pickle
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -569,5 +570,33 @@ def test_a_taken_port_is_a_config_error_that_names_it() -> None:
             with pytest.raises(ConfigError, match=bound):
                 other.bind(bound)
             await other.close()
+
+    in_both_loops(test)
+
+
+def test_a_request_that_a_send_was_the_first_to_notice_is_answered() -> None:
+    """It arrives while the loop is busy, and the send after that takes note of it in the loop's place."""
+
+    async def block(call: Call[Ask, Reply]) -> Reply:
+        await asyncio.sleep(0.02)
+        time.sleep(0.04)  # noqa: ASYNC251 - nothing but the send below may look at the socket
+        call.send(Part(call.request.number))
+        return Answer(call.request.what, call.request.number)
+
+    def ask_in_turn(bound: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+            raw.setsockopt(zmq.RCVTIMEO, 5000)
+            raw.connect(bound)
+            for number in range(6):
+                raw.send_multipart([bytes(8), msgspec.msgpack.encode(Ask("block", number))])
+                if number % 2:  # the one before is still being served
+                    for _ in range(4):
+                        raw.recv_multipart()
+                else:
+                    time.sleep(0.04)
+
+    async def test() -> None:
+        async with served(handler=block) as (_, _, bound):
+            await asyncio.to_thread(ask_in_turn, bound)
 
     in_both_loops(test)
