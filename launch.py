@@ -4,6 +4,7 @@
 Exit codes: 0 as asked, 1 a process failed, 2 the start was refused.
 """
 
+import io
 import logging
 import math
 import os
@@ -326,6 +327,8 @@ def answer(config: LaunchConfig, endpoint: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an output that is not UTF-8 gets what it can of a model's name
     try:
         return run(cli.parse(LaunchConfig, argv, "launch.py"))
     except ConfigError as error:
