@@ -30,6 +30,9 @@ from posix_only import (  # type: ignore[import-not-found]  # it lies beside thi
     SIGNALS,
 )
 
+KEPT = ("O_NONBLOCK", "fchmod")
+"""Of os: filelock's half for Linux names them."""
+
 _import = builtins.__import__
 _kill = os.kill
 _open_socket = socket.socket.__init__
@@ -79,7 +82,7 @@ def not_implemented(*_: Any, **__: Any) -> NoReturn:
 
 def kill(pid: int, number: int) -> None:
     """On Windows every number ends the process, 0 too. psutil asks with it whether one lives, as it does on Linux."""
-    if sys._getframe(1).f_globals["__name__"].split(".")[0] != "psutil":
+    if sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "psutil":
         raise OSError(22, f"os.kill({pid}, {number}) would end the process on Windows")
     _kill(pid, number)
 
@@ -109,7 +112,7 @@ def remove(module: Any, *names: str) -> None:
 
 keep_signals_from_main_thread()
 builtins.__import__ = import_as_on_windows
-remove(os, *OS_NAMES)
+remove(os, *(name for name in OS_NAMES if name not in KEPT))
 remove(signal, *(name for name in dir(signal) if name.startswith("SIG") and name[3:4] != "_" and name not in SIGNALS))
 remove(signal, *SIGNAL_CALLS)
 remove(select, "epoll", "poll")
@@ -121,4 +124,3 @@ selectors.DefaultSelector = SocketSelector  # type: ignore[misc,assignment]
 socket.socketpair = socketpair  # type: ignore[assignment]
 os.kill = kill
 subprocess.Popen.kill = subprocess.Popen.terminate = terminate  # type: ignore[method-assign]
-os.environ.setdefault("USERNAME", "tester")  # Windows always has it
