@@ -47,6 +47,10 @@ class Detokenizer:
         self._sent += len(out)
         return out
 
+    def alone(self, token: int) -> str:
+        """The text of `token` by itself, of a special one too."""
+        return self._decode([token])
+
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
@@ -59,5 +63,9 @@ class NoText:
         return ""
 
     def flush(self) -> str:
+        """No text."""
+        return ""
+
+    def alone(self, token: int) -> str:
         """No text."""
         return ""

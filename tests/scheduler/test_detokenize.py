@@ -66,6 +66,22 @@ def test_known_difficult_texts(text: str) -> None:
     assert "".join(in_pieces(tokenizer, tokenizer.encode(text).ids)) == text
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["▁the", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>", "▁a"],
+        ["<0xF0>", "<0x9F>", "a"],
+        ["▁", "▁", "a", "<0xCC>", "<0x81>", "b"],
+        ["<s>", "▁a", "<s>", "▁the"],
+    ],
+)
+def test_byte_tokens_and_leading_spaces(pieces: list[str]) -> None:
+    """Characters that fell back to bytes, whole, cut off and combining; spaces that are dropped only at the start."""
+    tokenizer = TOKENIZERS["metaspace"]
+    tokens = [tokenizer.token_to_id(piece) for piece in pieces]
+    assert "".join(in_pieces(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 def test_an_unfinished_character_waits_and_shows_at_the_end() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     tokens = tokenizer.encode("a\U0001f9ff").ids  # not in the corpus: one token a byte
