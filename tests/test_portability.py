@@ -32,7 +32,7 @@ ALLOWED = {
 def posix_only(path: Path) -> Iterator[str]:
     """Names and words in `path` that mean nothing on Windows."""
     tree = ast.parse(path.read_text("utf-8"))
-    yield from (name for name in imports(path) if name.split(".")[0] in MODULES)
+    yield from (name for name in imports(path) if name.split(".")[0] in (*MODULES, "uvloop"))
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in (*OS_NAMES, "kill"):

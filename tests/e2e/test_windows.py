@@ -37,6 +37,7 @@ def harmless(text: str) -> bool:
 
 GONE = {
     "import uvloop": "ModuleNotFoundError",
+    "import triton.language": "ModuleNotFoundError",
     "import fcntl": "ModuleNotFoundError",
     "from resource import getrusage": "ModuleNotFoundError",
     "import os; os.fork()": "AttributeError",

@@ -1,9 +1,9 @@
 """Names that Python has on POSIX systems and not on Windows, those that anybody might use."""
 
-MODULES = (
-    *("fcntl", "resource", "pwd", "grp", "spwd", "crypt", "nis", "termios", "tty", "pty", "syslog", "readline"),
-    "uvloop",
-)
+MODULES = (*("fcntl", "resource", "pwd", "grp", "spwd", "crypt", "nis", "termios", "tty", "pty", "syslog", "readline"),)
+
+WHEELS = ("uvloop", "triton", "sgl_kernel")
+"""Libraries that are not published for Windows."""
 
 OS_NAMES = (
     *("fork", "forkpty", "posix_spawn", "posix_spawnp", "openpty", "mkfifo", "mknod", "nice", "sync", "pipe2"),

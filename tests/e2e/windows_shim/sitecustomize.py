@@ -1,12 +1,12 @@
 """Takes away from a Python on Linux what Windows does not have. It runs at the start of every Python that has this
 folder in PYTHONPATH, so in all children of such a one too.
 
-Gone: uvloop, fcntl and the other modules that only POSIX has (installed libraries may still import them: those here are
-their builds for Linux), fork, Unix sockets, epoll, POSIX-only calls of os, signals but for the few that Windows knows;
-of the event loop signal handlers, subprocesses, pipes. Changed: a selector takes sockets only; a process is ended the
-hard way or not at all; a signal interrupts no wait of the main thread, its handler runs afterwards. What Python's own
-modules for Linux are made of (os.waitpid, _posixsubprocess, ...) stays, and so does what is different on Windows but
-there: file names, files in use, shared memory, the console.
+Gone: uvloop, triton, fcntl and the other modules that only POSIX has (installed libraries may still import them: those
+here are their builds for Linux), fork, Unix sockets, epoll, POSIX-only calls of os, signals but for the few that Windows
+knows; of the event loop signal handlers, subprocesses, pipes. Changed: a selector takes sockets only; a process is ended
+the hard way or not at all; a signal interrupts no wait of the main thread, its handler runs afterwards. What Python's
+own modules for Linux are made of (os.waitpid, _posixsubprocess, ...) stays, and so does what is different on Windows
+but there: file names, files in use, shared memory, the console.
 """
 
 import asyncio
@@ -28,10 +28,11 @@ from posix_only import (  # type: ignore[import-not-found]  # it lies beside thi
     OS_NAMES,
     SIGNAL_CALLS,
     SIGNALS,
+    WHEELS,
 )
 
-KEPT = ("O_NONBLOCK", "fchmod")
-"""Of os: filelock's half for Linux names them."""
+KEPT = ("O_NONBLOCK", "fchmod", "posix_spawn", "sched_getaffinity")
+"""Of os: the halves for Linux of filelock, subprocess and os itself need them."""
 
 _import = builtins.__import__
 _kill = os.kill
@@ -41,7 +42,7 @@ _HARD = signal.SIGKILL
 
 def import_as_on_windows(name: str, globals: Any = None, *rest: Any, **named: Any) -> Any:
     """ModuleNotFoundError for what only POSIX has, but to installed libraries: those are their builds for Linux."""
-    if name in MODULES and "site-packages" not in ((globals or {}).get("__file__") or ""):
+    if name.split(".")[0] in (*MODULES, *WHEELS) and "site-packages" not in ((globals or {}).get("__file__") or ""):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return _import(name, globals, *rest, **named)
 
