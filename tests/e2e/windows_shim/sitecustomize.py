@@ -1,12 +1,12 @@
 """Takes away from a Python on Linux what Windows does not have. It runs at the start of every Python that has this
 folder in PYTHONPATH, so in all children of such a one too.
 
-Gone: uvloop, triton, fcntl and the other modules that only POSIX has (installed libraries may still import them: those
-here are their builds for Linux), fork, Unix sockets, epoll, POSIX-only calls of os, signals but for the few that Windows
-knows; of the event loop signal handlers, subprocesses, pipes. Changed: a selector takes sockets only; a process is ended
-the hard way or not at all; a signal interrupts no wait of the main thread, its handler runs afterwards. What Python's
-own modules for Linux are made of (os.waitpid, _posixsubprocess, ...) stays, and so does what is different on Windows
-but there: file names, files in use, shared memory, the console.
+Gone: uvloop, triton, fcntl and the other modules that only POSIX has (installed libraries may still import them:
+those here are their builds for Linux), fork, Unix sockets, epoll, POSIX-only calls of os, signals but for the few
+that Windows knows; of the event loop signal handlers, subprocesses, pipes. Changed: a selector takes sockets only; a
+process is ended the hard way or not at all; a signal interrupts no wait of the main thread, its handler runs
+afterwards. What Python's own modules for Linux are made of (os.waitpid, _posixsubprocess, ...) stays, and so does
+what is different on Windows but there: file names, files in use, shared memory, the console.
 """
 
 import asyncio
