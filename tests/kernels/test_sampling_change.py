@@ -1,6 +1,7 @@
 """Changed logits against the definitions of OpenAI and CTRL, token by token in Python's floats."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +78,15 @@ def test_logits_of_fewer_bits_are_widened() -> None:
     rows: list[Row] = [(row, (1.3, 0.5, 0.25), {1: 2, 3: 0}, {3: -4.0}) for row in logits.tolist()]
     out = changed(logits, changes_of(rows))
     assert out.dtype == torch.float32 and torch.equal(out, changed(logits.float(), changes_of(rows)))
+
+
+@pytest.mark.gpu
+def test_the_device_changes_what_the_host_changes() -> None:
+    """Against the CPU, bit for bit."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 32_000, generator=generator) * 5
+    seen = {token: token % 4 for token in range(0, VOCAB * 2000, 7)}
+    rows: list[Row] = [([], (1.1 + i, 0.3 * i, 0.7), seen, {i: 2.5, 31_999: -7.1}) for i in range(4)]
+    changes = changes_of(rows)
+    on_device = changed(logits.cuda(), LogitChanges(*(column.cuda() for column in changes)))
+    assert torch.equal(on_device.cpu(), changed(logits, changes))

@@ -43,3 +43,16 @@ def test_no_rows_and_other_types() -> None:
     assert logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), 3).top.shape == (0, 3)
     with pytest.raises(ValueError, match="float64"):
         logprobs(torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 11])
+@pytest.mark.parametrize("vocab", [500, 32_000, 248_320])
+def test_the_device_tells_what_the_host_tells(rows: int, vocab: int) -> None:
+    """Against the CPU: the same tokens, ties included."""
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 4).to(torch.bfloat16).float()
+    tokens = torch.arange(rows) * 31
+    here, there = logprobs(logits, tokens, 20), logprobs(logits.cuda(), tokens.cuda(), 20)
+    assert torch.equal(there.ids.cpu(), here.ids)
+    torch.testing.assert_close(there.drawn.cpu(), here.drawn, rtol=0, atol=1e-9)
+    torch.testing.assert_close(there.top.cpu(), here.top, rtol=0, atol=1e-9)

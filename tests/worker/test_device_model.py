@@ -21,7 +21,7 @@ from worker.decode_graphs import DecodeGraphs
 from worker.geometry import SlotGeometry
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.protocol import Mode, RunStep, Sampling, SequenceStep
+from worker.protocol import Changes, Mode, RunStep, Sampling, SequenceStep
 from worker.rehearsal import rehearse
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
@@ -35,6 +35,9 @@ PAGE_TOKENS = 16
 LONGEST = 100
 GREEDY = Sampling()
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
+SEEN = np.arange(0, 512, 3, dtype=np.int32).tobytes()
+CHANGED = Changes(1.3, 0.5, 0.25, seen=SEEN, counts=SEEN, bias={5: 2.0, 400: -3.0})
+ASKING = Sampling(temperature=0.8, min_p=0.05, seed=8, changes=CHANGED, logprobs=3)
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +127,12 @@ def test_demand_and_streamed_prefill_have_the_same_bits(directory: str, dtype: D
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("batch", [1, 2, 6])
 def test_graphs_decode_what_eager_steps_decode(directory: str, batch: int) -> None:
-    """Token by token and in the KV that is written, greedy and drawn, with experts coming and going."""
+    """Token by token and in the KV that is written, greedy, drawn and from changed logits with their log-probabilities,
+    with experts coming and going."""
     texts: list[list[list[int]]] = []
+    told: list[list[object]] = [[], []]
     sums: list[list[float]] = []
     for graphs in (False, True):
         with device_model(directory, "bfloat16", graphs=graphs) as device:
@@ -138,18 +143,20 @@ def test_graphs_decode_what_eager_steps_decode(directory: str, batch: int) -> No
             texts.append([last])
             for i in range(20):
                 step = RunStep("decode", decode_rows(last, [length + i for length in lengths], pages))
-                last = device.runner.run(step).tokens
+                done = device.runner.run(step)
+                last = done.tokens
                 texts[-1].append(last)
+                told[graphs].append(done.logprobs)
             sums.append([layer.k.double().sum().item() for layer in device.kv.layers])
             if device.graphs is not None:
                 assert device.graphs.sizes == [batch]
             device.rig.residents()
-    assert texts[0] == texts[1] and sums[0] == sums[1]
+    assert texts[0] == texts[1] and sums[0] == sums[1] and told[0] == told[1]
 
 
 def decode_rows(last: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> list[SequenceStep]:
     return [
-        SequenceStep(s, [last[s]], start, pages[s][: start // PAGE_TOKENS + 1], WARM if s % 2 else GREEDY)
+        SequenceStep(s, [last[s]], start, pages[s][: start // PAGE_TOKENS + 1], (GREEDY, WARM, ASKING)[s % 3])
         for s, start in enumerate(starts)
     ]
 
@@ -157,9 +164,14 @@ def decode_rows(last: Sequence[int], starts: Sequence[int], pages: Sequence[list
 def test_nothing_in_a_step_waits_for_the_device(directory: str) -> None:
     """Counted by torch, which raises at any call that synchronises; once everything is compiled."""
     with device_model(directory, "bfloat16") as device:
-        parts: tuple[tuple[Mode, int], ...] = (("demand", 9), ("streamed", 9), ("decode", 1))
-        for mode, rows in parts:
-            step = RunStep(mode, [SequenceStep(0, prompt(rows, 3), 0, [0], GREEDY)])
+        parts: list[tuple[Mode, int, Sampling]] = [
+            ("demand", 9, GREEDY),
+            ("streamed", 9, GREEDY),
+            ("decode", 1, GREEDY),
+        ]
+        parts += [("demand", 9, ASKING), ("decode", 1, ASKING)]
+        for mode, rows, sampling in parts:
+            step = RunStep(mode, [SequenceStep(0, prompt(rows, 3), 0, [0], sampling)])
             device.runner.run(step)
             torch.cuda.set_sync_debug_mode("error")
             try:
