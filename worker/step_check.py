@@ -62,7 +62,8 @@ def _changes_fault(changes: Changes, vocab_size: int) -> str | None:
         return "penalties and biases must be finite, and repetition positive"
     if len(changes.seen) != len(changes.counts) or len(changes.seen) % 4:
         return f"seen has {len(changes.seen)} bytes and counts {len(changes.counts)}: must be as many words"
-    ids = [*changes.bias, *np.frombuffer(changes.seen, np.int32).tolist()]
+    seen = np.frombuffer(changes.seen, np.int32)
+    ids = [*changes.bias, *((int(seen.min()), int(seen.max())) if seen.size else ())]
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         return f"ids of changed logits must be in 0 .. {vocab_size - 1}"
     return None
