@@ -11,10 +11,15 @@ def prefill_mode(tokens: int, demand_tokens: int) -> PrefillMode:
     return "demand" if tokens <= demand_tokens else "streamed"
 
 
+def is_short(pending: int, demand_tokens: int, chunk_tokens: int) -> bool:
+    """Whether all that a request has left fits into one demand chunk. With `demand_tokens` 0 no request is short."""
+    return pending <= min(demand_tokens, chunk_tokens)
+
+
 def cut_chunks(pending: Sequence[int], demand_tokens: int, chunk_tokens: int) -> list[int]:
     """Tokens that the next prefill step takes of each of the first requests.
 
-    `pending` are the prompt tokens left of each request, first come first, all at least 1. The first request takes as
+    `pending` are the tokens left of each request, first come first, all at least 1. The first request takes as
     much as a chunk may have. Requests behind it join, in order, as long as all they have left fits: into the demand
     threshold when the first one's chunk is a demand chunk (so that its mode does not change by company), else into
     the chunk. The first that does not fit ends the step; nobody overtakes.

@@ -52,6 +52,13 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_tokens: Annotated[AutoOr | Annotated[int, Meta(ge=1, le=MOST)], Meta(description="tokens the KV pages hold")] = (
         "auto"
     )
+    disable_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="compute every prompt in full, also where the KV of its beginning is there",
+            extra_json_schema={"aliases": ["--disable-radix-cache"]},
+        ),
+    ] = False
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"

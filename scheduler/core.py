@@ -1,24 +1,39 @@
 """The core loop of one worker as values: requests in, steps out, results in, replies out. Pure.
 
 ```text
-submit ─> waiting ─(a running place and all pages)─> running ─> plan() ─RunStep─> worker ─StepDone─> apply() ─> replies
+submit ─> waiting ─(a running place, pages)─> running ─> plan() ─RunStep─> worker ─StepDone─> apply() ─> replies
+             ^────────────(preempted)────────────┘
 ```
 At most one step is out at a time. A request that ends while the step is out keeps its pages until the step is back:
 the worker still writes into them.
+
+A request takes pages for what the next step computes. When none can be had, not even by evicting cached ones that no
+request holds, the youngest running request is preempted: it gives its pages back and waits at its place in the order of
+arrival. So there is always progress: the oldest request is never preempted, since with all others gone every page that
+it does not use itself can be had, and it fits into all pages together. And there is no thrashing: a preempted request
+comes back only when another one has ended or computed a chunk of its prompt, and only if all its tokens then fit beside
+what the others are about to take.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
 
-from scheduler.chunking import cut_chunks, prefill_mode
-from scheduler.paging import PageAllocator, pages_for
-from scheduler.policy import StepKind, apportion, next_kind
-from scheduler.protocol import Finished, ModeCounters, Tokens
+from scheduler.chunking import cut_chunks, is_short, prefill_mode
+from scheduler.paging import KvPages, pages_for
+from scheduler.policy import StepKind, Turn, after, apportion, next_kind
+from scheduler.protocol import Failed, Finished, ModeCounters, Tokens
 from scheduler.request import Request
 from worker.protocol import ExpertStats, Mode, RunStep, StepDone
+
+BAD_LOGITS = Failed(
+    "bad_logits",
+    "the model's logits are not finite: NaN or infinity in the weights, or an overflow of the element type; "
+    "try --dtype float32",
+)
 
 
 class CoreLimits(Struct, frozen=True):
@@ -29,31 +44,35 @@ class CoreLimits(Struct, frozen=True):
     max_running: int
     demand_tokens: int  # 0 for a dense model
     chunk_tokens: int
+    prefix_cache: bool = True
 
 
 class Reply(Struct, frozen=True):
     """`message` goes to the client of `request`."""
 
     request: Request
-    message: Tokens | Finished
+    message: Tokens | Finished | Failed
 
 
 class Core:
     """Requests of one worker: who waits, who runs, which pages they have, which step is out."""
 
     def __init__(self, limits: CoreLimits) -> None:
-        self.pages = PageAllocator(limits.pages)
+        self.pages = KvPages(limits.pages, limits.page_tokens, limits.prefix_cache)
+        self.preempted = 0  # times that a request was
+        self.cached_tokens = 0  # of prompts, never computed
         self.counters: dict[Mode, ModeCounters] = {
             "decode": ModeCounters(),
             "demand": ModeCounters(),
             "streamed": ModeCounters(),
         }
         self._limits = limits
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()  # in the order of arrival, and all behind the running ones
+        self._running: list[Request] = []  # in the order of arrival
         self._out: list[tuple[Request, int]] = []  # requests of the step that is out, with their token counts
         self._out_mode: Mode = "decode"
-        self._last: StepKind = "decode"
+        self._turn = Turn()
+        self._short_order = itertools.count()
         self._ended: list[int] = []
 
     @property
@@ -78,7 +97,8 @@ class Core:
 
     def submit(self, request: Request) -> None:
         """Queue it behind all others. It must fit into all pages together."""
-        assert self._pages_of(request) <= self._limits.pages
+        longest = request.prompt_tokens + request.max_tokens
+        assert pages_for(longest, self._limits.page_tokens) <= self._limits.pages
         self._waiting.append(request)
         self._admit()
 
@@ -94,20 +114,16 @@ class Core:
     def plan(self, now_s: float) -> RunStep | None:
         """The next step, which is out from now on; None if there is nothing to do."""
         assert not self._out
-        prefilling = [r for r in self._running if r.phase == "prefill"]
-        decoding = [r for r in self._running if r.phase == "decode"]
-        kind = next_kind(bool(prefilling), bool(decoding), self._last)
+        kind: StepKind | None = None
+        while self._running and not self._out:  # again if all that were chosen had to be preempted
+            kind, chosen = self._choose()
+            self._out = self._with_pages(chosen)
         if kind is None:
             return None
-        self._last = kind
-        if kind == "decode":
-            self._out = [(request, 1) for request in decoding]
-            self._out_mode = "decode"
-        else:
-            limits = self._limits
-            counts = cut_chunks([r.pending for r in prefilling], limits.demand_tokens, limits.chunk_tokens)
-            self._out = list(zip(prefilling, counts, strict=False))
-            self._out_mode = prefill_mode(sum(counts), limits.demand_tokens)
+        self._turn = after(self._turn, kind)
+        self._out_mode = "decode"
+        if kind != "decode":
+            self._out_mode = prefill_mode(sum(count for _, count in self._out), self._limits.demand_tokens)
         sequences = [request.part(count, self._limits.page_tokens, now_s) for request, count in self._out]
         return RunStep(mode=self._out_mode, sequences=sequences)
 
@@ -118,19 +134,27 @@ class Core:
         replies: list[Reply] = []
         shares = split_stats(done.stats, [count for _, count in self._out])
         out, self._out = self._out, []
-        for (request, count), share, token in zip(out, shares, done.tokens, strict=True):
+        logprobs = done.logprobs or [None] * len(out)
+        for (request, count), share, token, told in zip(out, shares, done.tokens, logprobs, strict=True):
             if request.phase == "ended":  # aborted while the step was out
-                self.pages.release(request.end())
+                self._close(request)
+                continue
+            if token < 0 and count == request.pending:  # before its KV counts as computed, which nobody is to reuse
+                replies.append(Reply(request, BAD_LOGITS))
+                self._end(request)
                 continue
             request.took_part(count, mode, share)
+            if mode != "decode":
+                self.pages.publish(request.kv, request.tokens, request.computed)
             if request.pending:
                 continue
-            tokens, reason = request.take_token(token, now_s)
+            tokens, reason = request.take_token(token, now_s, told)
             replies.append(Reply(request, tokens))
             if reason:
                 replies.append(Reply(request, request.finished(reason, now_s)))
                 self._end(request)
-        self._admit()
+        if mode != "decode" or any(request.phase == "ended" for request, _ in out):  # else there is no more room
+            self._admit()
         return replies
 
     def fail_step(self) -> list[Request]:
@@ -139,7 +163,7 @@ class Core:
         failed = []
         for request, _ in out:
             if request.phase == "ended":
-                self.pages.release(request.end())
+                self._close(request)
             else:
                 failed.append(request)
                 self._end(request)
@@ -147,7 +171,7 @@ class Core:
         return failed
 
     def fail_all(self) -> list[Request]:
-        """The worker is gone: ends every request, and returns those that had not ended."""
+        """The worker is gone, and all KV with it: ends every request, and returns those that had not ended."""
         waiting = list(self._waiting)
         self._waiting.clear()
         for request in waiting:
@@ -156,6 +180,7 @@ class Core:
         for request in list(self._running):
             failed.append(request)
             self._end(request)
+        self.pages.clear()
         return failed + waiting
 
     def take_ended(self) -> list[int]:
@@ -163,29 +188,87 @@ class Core:
         ended, self._ended = self._ended, []
         return ended
 
-    def _pages_of(self, request: Request) -> int:
-        return pages_for(request.prompt_tokens + request.max_tokens, self._limits.page_tokens)
+    def _choose(self) -> tuple[StepKind, list[tuple[Request, int]]]:
+        """What the next step is and how many tokens it takes of whom."""
+        limits = self._limits
+        decoding = [request for request in self._running if request.phase == "decode"]
+        short, long = self._prefilling() if len(decoding) < len(self._running) else ([], [])
+        kind = next_kind(self._turn, bool(decoding), bool(short), bool(long))
+        assert kind
+        if kind == "decode":
+            return kind, [(request, 1) for request in decoding]
+        chosen = short if kind == "short" else long
+        counts = cut_chunks([request.pending for request in chosen], limits.demand_tokens, limits.chunk_tokens)
+        return kind, list(zip(chosen, counts, strict=False))
+
+    def _prefilling(self) -> tuple[list[Request], list[Request]]:
+        """Who is short, in the order of becoming so, and who is long, in the order of arrival.
+
+        A request becomes short when it is admitted, or before its first chunk, when another one has computed what it
+        begins with. One that has begun as a long one stays one to its end: it is the first of them anyway.
+        """
+        short, long = list[Request](), list[Request]()
+        for request in self._running:
+            if request.phase != "prefill":
+                continue
+            self._reuse(request)
+            if request.short_since is None and not request.begun and self._is_short(request):
+                request.short_since = next(self._short_order)
+            (long if request.short_since is None else short).append(request)
+        short.sort(key=lambda request: request.short_since or 0)
+        return short, long
+
+    def _is_short(self, request: Request) -> bool:
+        return is_short(request.pending, self._limits.demand_tokens, self._limits.chunk_tokens)
+
+    def _with_pages(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Gives each of `chosen` its pages, the youngest requests' if need be; those that were not preempted for it."""
+        for request, count in chosen:
+            while request.phase != "waiting" and not self.pages.grow(request.kv, request.computed + count):
+                self._preempt()
+        return [(request, count) for request, count in chosen if request.phase != "waiting"]
+
+    def _preempt(self) -> None:
+        """The youngest running request gives its pages back and waits again, before all that arrived after it."""
+        request = self._running.pop()
+        assert self._running, "the oldest request always fits"
+        self._close(request)
+        request.preempt()
+        self._waiting.appendleft(request)
+        self.preempted += 1
 
     def _fits(self, request: Request) -> bool:
-        return len(self._running) < self._limits.max_running and self._pages_of(request) <= self.pages.free
+        """Whether there is a place and pages for all its tokens, when each running request has what is left of its own
+        prompt, and a page in any case."""
+        if len(self._running) >= self._limits.max_running:
+            return False
+        if not self._running:
+            return True
+        pages = self.pages
+        owed = sum(max(1, pages.lacking(other.kv, len(other.tokens) + 1)) for other in self._running)
+        return pages.cost(request.tokens) + owed <= pages.available
 
     def _admit(self) -> None:
         """First come, first served: the head of the queue waits for its pages, and everybody behind it too."""
         while self._waiting and self._fits(self._waiting[0]):
             request = self._waiting.popleft()
-            pages = self.pages.allocate(self._pages_of(request))
-            assert pages is not None
-            request.admit(pages)
+            request.admit(self.pages.open())
+            self._reuse(request)
             self._running.append(request)
+
+    def _reuse(self, request: Request) -> None:
+        self.cached_tokens += request.reuse(self.pages.reuse(request.kv, request.tokens))
+
+    def _close(self, request: Request) -> None:
+        self.pages.close(request.kv, request.tokens, request.computed)
 
     def _end(self, request: Request) -> None:
         """A running request is over; its pages come back now, or with the step that is out."""
         self._running.remove(request)
         self._ended.append(request.sequence)
-        if any(request is other for other, _ in self._out):
-            request.phase = "ended"
-        else:
-            self.pages.release(request.end())
+        request.end()
+        if not any(request is other for other, _ in self._out):
+            self._close(request)
 
 
 def split_stats(stats: ExpertStats, tokens: Sequence[int]) -> list[ExpertStats]:

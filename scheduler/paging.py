@@ -1,4 +1,12 @@
-"""KV pages: who has which. Pure."""
+"""KV pages: who has which. Pure.
+
+Every page is on the free list, in the prefix cache, or one request's own. A request's pages are a run of cached ones,
+which it may share with others and holds in the cache, and behind them its own.
+"""
+
+from collections.abc import Sequence
+
+from scheduler.prefix_cache import Node, PrefixCache
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -35,3 +43,127 @@ class PageAllocator:
         for page in pages:
             self._owned[page] = False
         self._free.extend(reversed(pages))
+
+
+class Holding:
+    """The KV of one request: `pages` in the order of positions, of which the first `cached.depth` are in the cache."""
+
+    __slots__ = ("cached", "pages")
+
+    def __init__(self, root: Node) -> None:
+        self.pages: list[int] = []
+        self.cached = root
+
+
+class KvPages:
+    """All KV pages of one worker, and the prefix cache in them. Without `reuse` nothing is cached."""
+
+    def __init__(self, total: int, page_tokens: int, reuse: bool) -> None:
+        self._allocator = PageAllocator(total)
+        self._cache = PrefixCache(page_tokens)
+        self._page_tokens = page_tokens
+        self._reuse = reuse
+
+    @property
+    def total(self) -> int:
+        """All pages."""
+        return self._allocator.total
+
+    @property
+    def free(self) -> int:
+        """Pages with nothing in them."""
+        return self._allocator.free
+
+    @property
+    def cached(self) -> int:
+        """Pages in the prefix cache, held by requests or not."""
+        return self._cache.size
+
+    @property
+    def own(self) -> int:
+        """Pages that are some request's own."""
+        return self.total - self.free - self.cached
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: free ones, and cached ones that nobody holds."""
+        return self.free + self._cache.evictable
+
+    def open(self) -> Holding:
+        """For a request that has nothing yet."""
+        return Holding(self._cache.root)
+
+    def reusable(self, tokens: Sequence[int]) -> int:
+        """Tokens at the beginning of `tokens` whose KV is cached."""
+        return self._cache.longest(tokens).depth * self._page_tokens
+
+    def cost(self, tokens: Sequence[int]) -> int:
+        """How many of the `available` pages a new request would take for `tokens` and one more token.
+
+        Cached pages cost it nothing if another request holds them: those nobody holds count as available.
+        """
+        shared = self._cache.held_depth(self._cache.longest(tokens))
+        return pages_for(len(tokens) + 1, self._page_tokens) - shared
+
+    def lacking(self, kv: Holding, tokens: int) -> int:
+        """Pages that it takes beyond those of `kv` to hold `tokens` positions."""
+        return pages_for(tokens, self._page_tokens) - len(kv.pages)
+
+    def reuse(self, kv: Holding, tokens: Sequence[int]) -> int:
+        """Take what is cached of what follows in `tokens`, unless there are pages of its own already.
+
+        Returns the positions that `kv` covers with cached pages.
+        """
+        if len(kv.pages) == kv.cached.depth:
+            node = self._cache.longest(tokens, above=kv.cached)
+            kv.pages += self._cache.hold(node, above=kv.cached)
+            kv.cached = node
+        return kv.cached.depth * self._page_tokens
+
+    def grow(self, kv: Holding, tokens: int) -> bool:
+        """Room for `tokens` positions, evicting what it takes; False, and nothing changes, if there is not as much."""
+        count = tokens - len(kv.pages) * self._page_tokens
+        if count <= 0:
+            return True
+        count = pages_for(count, self._page_tokens)
+        if count > self.available:
+            return False
+        if count > self.free:
+            self._allocator.release(self._cache.evict(count - self.free))
+        pages = self._allocator.allocate(count)
+        assert pages is not None
+        kv.pages += pages
+        return True
+
+    def publish(self, kv: Holding, tokens: Sequence[int], written: int) -> None:
+        """The KV of the first `written` of `tokens` is there: full pages of its own go into the cache, still held.
+
+        Not behind a page that the cache has from another request already: `kv` holds no pages but those it uses, so
+        that one request alone never takes more than its length.
+        """
+        node = kv.cached
+        while self._reuse and node.depth < written // self._page_tokens and not self._cache.child(node, tokens):
+            node = self._cache.add(node, tokens, kv.pages[node.depth])
+        kv.cached = node
+
+    def close(self, kv: Holding, tokens: Sequence[int], written: int) -> None:
+        """The request is over, or starts again: its full pages that are written are cached, the others are free."""
+        node, spare = kv.cached, kv.pages[kv.cached.depth :]
+        if self._reuse:
+            full = written // self._page_tokens
+            spare = kv.pages[max(full, node.depth) :]
+            while node.depth < full:
+                child = self._cache.child(node, tokens)
+                if child is None:
+                    node = self._cache.add(node, tokens, kv.pages[node.depth])
+                else:
+                    spare.append(kv.pages[node.depth])
+                    self._cache.hold(child, above=node)
+                    node = child
+        self._cache.release(node)
+        self._allocator.release(spare)
+        kv.pages, kv.cached = [], self._cache.root
+
+    def clear(self) -> None:
+        """What was in the pages is gone. No request may hold any."""
+        self._allocator.release(self._cache.evict(self._cache.size))

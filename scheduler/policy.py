@@ -4,25 +4,54 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-StepKind = Literal["prefill", "decode"]
+from msgspec import Struct
+
+StepKind = Literal["decode", "short", "long"]
+"""A decode step, or a prefill step for requests that are short (one demand chunk takes all they have left) or long."""
+
+CACHED_PER_LOAD = 4
+"""Cached tokens that are worth a token of load. Chosen, not measured: load is mostly tokens to be decoded, one a step,
+and a prefill step computes many at once."""
 
 
-def next_kind(prefilling: bool, decoding: bool, last: StepKind) -> StepKind | None:
-    """What the next step is, given who waits for which and what the last step was.
+class Turn(Struct, frozen=True):
+    """What the last steps were."""
+
+    decoded: bool = True  # the last step was a decode step
+    prefilled: Literal["short", "long"] = "long"  # the last prefill step
+
+
+def next_kind(turn: Turn, decode: bool, short: bool, long: bool) -> StepKind | None:
+    """What the next step is, given who waits for which kind.
 
     Prefill and decode steps alternate while both have work: a long prompt delays running answers by one chunk at a
-    time, and running answers delay a prompt by one token each.
+    time, and running answers delay a prompt by one token each. And among the prefill steps short and long ones do: who
+    is first with a demand chunk waits for one streamed chunk at most, and a long prompt for one demand chunk at a time.
     """
-    if prefilling and decoding:
-        return "decode" if last == "prefill" else "prefill"
-    if prefilling:
-        return "prefill"
-    return "decode" if decoding else None
+    if decode and not (turn.decoded and (short or long)):
+        return "decode"
+    if short and not (turn.prefilled == "short" and long):
+        return "short"
+    return "long" if long else None
 
 
-def least_loaded(loads: Sequence[int]) -> int:
-    """Index of the smallest load, the first of equals. `loads` must not be empty."""
-    return min(range(len(loads)), key=lambda i: loads[i])
+def after(turn: Turn, kind: StepKind) -> Turn:
+    """The turn once a step of `kind` has gone out."""
+    return Turn(True, turn.prefilled) if kind == "decode" else Turn(False, kind)
+
+
+def route(loads: Sequence[int], cached: Sequence[int]) -> int:
+    """Index of the worker that a new request goes to. Neither list, one entry for each worker, may be empty.
+
+    `loads` are the tokens each has still to compute or generate, `cached` the tokens of the prompt whose KV it has. The
+    longest cached prefix decides, among equals the smallest load, then the first; but where that worker's load is above
+    the smallest by more than the prefix is worth, the least loaded one takes the request and computes the prefix again:
+    many requests for one prefix so spread over the workers.
+    """
+    workers = range(len(loads))
+    idlest = min(workers, key=lambda i: loads[i])
+    warmest = min(workers, key=lambda i: (-cached[i], loads[i]))
+    return warmest if (loads[warmest] - loads[idlest]) * CACHED_PER_LOAD <= cached[warmest] else idlest
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:

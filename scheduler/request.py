@@ -2,23 +2,26 @@
 
 ```text
 waiting ──admit──> prefill ──last chunk──> decode ──> ended
-   └──────────────────┴──────────────────────┴──end──────^
+   ^ └────────────────┼──────────────────────┼──end──────^
+   └─────preempt──────┴──────────────────────┘
 ```
 """
 
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from scheduler.detokenize import Detokenizer, NoText
-from scheduler.paging import pages_for
-from scheduler.protocol import Finished, Timing, Tokens, Usage
+from scheduler.paging import Holding, pages_for
+from scheduler.protocol import Finished, Logprobs, Reason, Timing, TokenLogprob, Tokens, Usage
+from scheduler.step_sampling import seen_tokens
 from scheduler.stopping import StopMatcher
 from worker.protocol import ExpertStats, Mode, SequenceStep
+from worker.protocol import Logprobs as StepLogprobs
 from worker.protocol import Sampling as StepSampling
 
 Phase = Literal["waiting", "prefill", "decode", "ended"]
-Reason = Literal["stop", "length", "abort"]
 
 
 class Ending(Struct, frozen=True):
@@ -32,9 +35,12 @@ class Ending(Struct, frozen=True):
 class Request:
     """A prompt, the answer so far and what it has cost.
 
-    `tokens` are prompt and answer; the KV of the first `computed` of them is in `pages`, so `computed` is where the
-    next chunk starts.
+    `tokens` are prompt and answer; the KV of the first `computed` of them is in the pages of `kv`, so `computed` is
+    where the next chunk starts.
     """
+
+    kv: Holding
+    """From `admit` on."""
 
     def __init__(
         self,
@@ -50,13 +56,17 @@ class Request:
         self.prompt_tokens = len(prompt)
         self.tokens = list(prompt)
         self.computed = 0
-        self.pages: list[int] = []
+        self.cached_tokens = 0  # of the prompt, never computed for this request
+        self.begun = False  # a step has computed some of it since it was admitted
+        self.short_since: int | None = None  # its place among those that are short; None if it is long
         self.max_tokens = ending.max_tokens
         self._sampling = sampling
+        self._seen = seen_tokens(sampling.changes, prompt)
         self._ending = ending
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(ending.strings)
         self._cost = _Cost()
+        self._reached = 0  # the largest `computed` before it was preempted
         self._arrived_s = arrived_s
         self._started_s: float | None = None
         self._first_s: float | None = None
@@ -72,11 +82,31 @@ class Request:
         """Tokens whose KV is still to be computed: what is left of the prompt, or the one newest token."""
         return len(self.tokens) - self.computed
 
-    def admit(self, pages: list[int]) -> None:
-        """Give it the pages for its whole length; it may prefill from now on."""
+    def admit(self, kv: Holding) -> None:
+        """Its KV goes into the pages of `kv`; it may prefill from now on."""
         assert self.phase == "waiting"
-        self.pages = pages
+        self.kv = kv
         self.phase = "prefill"
+
+    def reuse(self, covered: int) -> int:
+        """The KV of its first `covered` tokens is there; how many tokens of the prompt that spares it.
+
+        What it had computed before it was preempted is not spared.
+        """
+        spared = max(0, min(covered, self.prompt_tokens) - max(self.computed, self._reached))
+        self.cached_tokens += spared
+        self.computed = max(self.computed, covered)
+        return spared
+
+    def preempt(self) -> None:
+        """Its pages are taken away: once it is admitted again it prefills all its tokens, the answer's so far too.
+
+        Nothing is sent twice: what it draws next is its next token, by (seed, position) as if nothing had happened.
+        """
+        self._reached = max(self._reached, self.computed)
+        self.computed = 0
+        self.begun, self.short_since = False, None
+        self.phase = "waiting"
 
     def part(self, count: int, page_tokens: int, now_s: float) -> SequenceStep:
         """Its next `count` pending tokens as a part of a step; the step that takes the last of them samples."""
@@ -87,19 +117,27 @@ class Request:
             sequence=self.sequence,
             tokens=self.tokens[self.computed : end],
             start=self.computed,
-            pages=self.pages[: pages_for(end, page_tokens)],
-            sample=self._sampling if end == len(self.tokens) else None,
+            pages=self.kv.pages[: pages_for(end, page_tokens)],
+            sample=self._sampling_now() if end == len(self.tokens) else None,
         )
+
+    def _sampling_now(self) -> StepSampling:
+        return replace(self._sampling, changes=self._seen.told()) if self._seen else self._sampling
 
     def took_part(self, count: int, mode: Mode, share: ExpertStats) -> None:
         """A step computed its next `count` tokens; `share` is its part of the step's expert traffic."""
         self.computed += count
+        self.begun = True
         self._cost.add(mode, share)
 
-    def take_token(self, token: int, now_s: float) -> tuple[Tokens, Reason | None]:
+    def take_token(
+        self, token: int, now_s: float, logprobs: StepLogprobs | None = None
+    ) -> tuple[Tokens, Reason | None]:
         """The step sampled `token`: what the client is to get now, and why the answer ends here, if it does."""
         self.phase = "decode"
         self.tokens.append(token)
+        if self._seen:
+            self._seen.add(token)
         if self._first_s is None:
             self._first_s = now_s
         self._last_s = now_s
@@ -116,13 +154,18 @@ class Request:
             text += self._matcher.flush()
         if self._matcher.matched:
             reason = "stop"
-        return Tokens(text=text, token_ids=[token]), reason
+        told = [self._told(token, logprobs)] if logprobs else None
+        return Tokens(text=text, token_ids=[token], logprobs=told), reason
 
-    def end(self) -> list[int]:
-        """No step will have it again; gives its pages back."""
-        pages, self.pages = self.pages, []
+    def _told(self, token: int, logprobs: StepLogprobs) -> Logprobs:
+        def entry(token_id: int, logprob: float) -> TokenLogprob:
+            return TokenLogprob(token_id, logprob, self._detokenizer.alone(token_id))
+
+        return Logprobs(entry(token, logprobs.drawn), [*map(entry, logprobs.ids, logprobs.top)])
+
+    def end(self) -> None:
+        """No further step will have it."""
         self.phase = "ended"
-        return pages
 
     def finished(self, reason: Reason, now_s: float) -> Finished:
         """The final reply."""
@@ -137,7 +180,7 @@ class Request:
         usage = Usage(
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            cached_tokens=0,
+            cached_tokens=self.cached_tokens,
             demand_chunks=self._cost.demand_chunks,
             streamed_chunks=self._cost.streamed_chunks,
             expert_hits=self._cost.hits,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.chunking import cut_chunks, prefill_mode
+from scheduler.chunking import cut_chunks, is_short, prefill_mode
 
 SIZES = st.integers(1, 60)
 
@@ -49,3 +49,9 @@ def test_a_prompt_ends_after_as_few_chunks_as_its_length_allows(tokens: int, dem
         left -= count
         steps += 1
     assert steps == -(-tokens // chunk)
+
+
+@given(SIZES, st.integers(0, 40), SIZES)
+def test_a_request_is_short_if_one_demand_chunk_takes_all_it_has_left(tokens: int, demand: int, chunk: int) -> None:
+    (count,) = cut_chunks([tokens], demand, chunk)
+    assert is_short(tokens, demand, chunk) == (count == tokens and prefill_mode(count, demand) == "demand")

@@ -1,9 +1,10 @@
-"""The core loop against what every schedule must keep, over random arrivals, lengths and aborts.
+"""The core loop against what every schedule must keep, over random arrivals, failures and aborts.
 
-A made-up worker answers each step; checked are page ownership, token bounds, modes, order and that everybody ends.
+A made-up worker with KV pages answers each step; checked are page ownership, token bounds, modes, order, that everybody
+ends, and that each answer is the one that needs no pages.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -11,49 +12,62 @@ from hypothesis import strategies as st
 
 from scheduler.core import Core, CoreLimits, split_stats
 from scheduler.detokenize import NoText
+from scheduler.paging import pages_for
 from scheduler.protocol import Finished, Tokens, Usage
 from scheduler.request import Ending, Request
+from tests.scheduler.paged_worker import RECORD_NBYTES, PagedWorker, answer, audit
 from worker.protocol import ExpertStats, RunStep, Sampling, StepDone
 
-RECORD_NBYTES = 640
 LIMITS = CoreLimits(pages=24, page_tokens=4, max_running=3, demand_tokens=5, chunk_tokens=8)
+TIGHT = CoreLimits(pages=14, page_tokens=4, max_running=4, demand_tokens=5, chunk_tokens=8)
+"""The longest request takes 13 pages."""
+SCARCE = [
+    LIMITS,
+    TIGHT,
+    CoreLimits(pages=14, page_tokens=4, max_running=4, demand_tokens=0, chunk_tokens=8, prefix_cache=False),
+    CoreLimits(pages=13, page_tokens=4, max_running=9, demand_tokens=16, chunk_tokens=8),
+    CoreLimits(pages=52, page_tokens=1, max_running=5, demand_tokens=3, chunk_tokens=64),
+]
 
 
-def make_request(sequence: int, prompt: int, max_tokens: int) -> Request:
-    return Request(sequence, list(range(prompt)), Sampling(), Ending(max_tokens), NoText(), arrived_s=0.0)
+def make_request(sequence: int, prompt: list[int] | int, max_tokens: int) -> Request:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
+    return Request(sequence, tokens, Sampling(), Ending(max_tokens), NoText(), arrived_s=0.0)
 
 
-def answer(step: RunStep, misses: int = 0) -> StepDone:
-    tokens = [7 if s.sample else -1 for s in step.sequences]
-    stats = ExpertStats(1, misses + 2, 2, misses, misses * RECORD_NBYTES)
-    return StepDone(tokens, stats)
-
-
-def check_step(step: RunStep) -> None:
+def check_step(step: RunStep, limits: CoreLimits) -> None:
     sizes = [len(s.tokens) for s in step.sequences]
     total = sum(sizes)
     if step.mode == "decode":
         assert sizes == [1] * len(sizes)
         assert all(s.sample for s in step.sequences)
     else:
-        assert total <= LIMITS.chunk_tokens
-        assert step.mode == ("demand" if total <= LIMITS.demand_tokens else "streamed")
-    pages = [page for s in step.sequences for page in s.pages]
-    assert len(set(pages)) == len(pages), "a page belongs to one request"
+        assert total <= limits.chunk_tokens
+        assert step.mode == ("demand" if total <= limits.demand_tokens else "streamed")
+    written = [page for s in step.sequences for page in s.pages[s.start // limits.page_tokens :]]
+    assert len(set(written)) == len(written), "a page that is written belongs to one request"
     for s in step.sequences:
-        assert len(s.pages) == -(-(s.start + len(s.tokens)) // LIMITS.page_tokens)
+        assert len(s.pages) == pages_for(s.start + len(s.tokens), limits.page_tokens)
+    assert [s.sequence for s in step.sequences] == sorted(s.sequence for s in step.sequences)
 
 
+PROMPTS = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(1, 40))
+"""Where a prompt leaves the common one, which way, and how long it is."""
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("submit"), st.integers(1, 40), st.integers(1, 12)),
-        st.tuples(st.just("step"), st.just(0), st.just(0)),
-        st.tuples(st.just("fail"), st.just(0), st.just(0)),
-        st.tuples(st.just("abort"), st.integers(0, 20), st.just(0)),
-        st.tuples(st.just("abort_out"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("submit"), PROMPTS, st.integers(1, 12)),
+        st.tuples(st.just("step"), st.integers(1, 8), st.none()),
+        st.tuples(st.just("fail"), st.none(), st.none()),
+        st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
+        st.tuples(st.just("abort_out"), st.integers(0, 20), st.none()),
     ),
-    max_size=60,
+    max_size=40,
 )
+Actions = list[tuple[str, object, object]]
+
+
+def prompt_of(leaves: int, way: int, length: int) -> list[int]:
+    return [i % 7 if i < leaves else 10 * (way + 1) + i % 3 for i in range(length)]
 
 
 def added(a: ExpertStats, b: ExpertStats) -> ExpertStats:
@@ -61,19 +75,21 @@ def added(a: ExpertStats, b: ExpertStats) -> ExpertStats:
 
 
 class Run:
-    """A core and the made-up worker's side of it. Every step reports `misses` experts missed and 2 hit."""
+    """A core, its worker and its clients. With `audited` all that there is is looked through after each action."""
 
-    def __init__(self, misses: int = 0) -> None:
-        self.misses = misses
+    def __init__(self, limits: CoreLimits = LIMITS, misses: int = 0, audited: bool = False) -> None:
+        self.limits = limits
+        self.worker = PagedWorker(limits.page_tokens, misses)
+        self.audited = audited
         self.usages: list[Usage] = []  # what the clients of finished and aborted requests were told
         self.unreported = ExpertStats()  # shares of requests that had ended when their step was back
-        self.core = Core(LIMITS)
+        self.core = Core(limits)
         self.requests: list[Request] = []
         self.over: dict[int, str] = {}
-        self.tokens: dict[int, int] = {}
-        self.started: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.see: Callable[[RunStep], None] = lambda step: None  # is shown each step that goes out
 
-    def submit(self, prompt: int, max_tokens: int) -> None:
+    def submit(self, prompt: list[int], max_tokens: int) -> None:
         request = make_request(len(self.requests), prompt, max_tokens)
         self.requests.append(request)
         self.core.submit(request)
@@ -85,20 +101,26 @@ class Run:
             self.usages.append(self.requests[index].finished("abort", 2.0).usage)
 
     def step(self, abort: int | None = None, fail: bool = False) -> bool:
+        alive = [r for r in self.requests if r.sequence not in self.over]
         step = self.core.plan(1.0)
         if step is None:
+            assert not alive, "who has not ended is served"
             return False
-        check_step(step)
-        for s in step.sequences:
-            assert s.sequence not in self.over, "who has ended is not stepped"
-            if s.start == 0:
-                self.started.append(s.sequence)
+        assert alive[0].phase != "waiting", "the oldest is never preempted"
+        check_step(step, self.limits)
+        self.see(step)
+        assert not {s.sequence for s in step.sequences} & set(self.over), "who has ended is not stepped"
         if abort is not None:
             self.abort(abort)
+        self.check()
         if fail:
+            self.worker.spoil(step.sequences)
             self.over |= {request.sequence: "failed" for request in self.core.fail_step()}
-            return True
-        done = answer(step, self.misses)
+        else:
+            self._apply(step, self.worker.run(step))
+        return True
+
+    def _apply(self, step: RunStep, done: StepDone) -> None:
         shares = split_stats(done.stats, [len(s.tokens) for s in step.sequences])
         for s, share in zip(step.sequences, shares, strict=True):
             if s.sequence in self.over:
@@ -108,53 +130,74 @@ class Run:
             assert sequence not in self.over
             match reply.message:
                 case Tokens(token_ids=ids):
-                    self.tokens[sequence] = self.tokens.get(sequence, 0) + len(ids)
+                    self.tokens[sequence] = self.tokens.get(sequence, []) + ids
                 case Finished(reason=reason, usage=usage):
                     self.over[sequence] = reason
                     self.usages.append(usage)
-        return True
 
-    def act(self, action: tuple[str, int, int]) -> None:
-        match action:
-            case ("submit", prompt, max_tokens):
-                self.submit(prompt, max_tokens)
-            case ("step", _, _):
-                self.step()
-            case ("fail", _, _):
-                self.step(fail=True)
-            case ("abort", index, _):
-                self.abort(index)
-            case ("abort_out", index, _):
-                self.step(abort=index)
+    def check(self) -> None:
+        if self.audited:
+            audit(self.core, self.worker)
+
+    def act(self, actions: Actions) -> None:
+        for action in actions:
+            match action:
+                case ("submit", (int(leaves), int(way), int(length)), int(max_tokens)):
+                    self.submit(prompt_of(leaves, way, length), max_tokens)
+                case ("step", int(count), _):
+                    for _ in range(count):
+                        self.step()
+                        self.check()
+                case ("fail", _, _):
+                    self.step(fail=True)
+                case ("abort", int(index), _):
+                    self.abort(index)
+                case ("abort_out", int(index), _):
+                    self.step(abort=index)
+            self.check()
+
+    def finish(self) -> None:
+        for _ in range(10_000):
+            if not self.step():
+                return
+            self.check()
+        raise AssertionError("it does not come to an end")
 
 
-@settings(max_examples=200)
-@given(ACTIONS)
-def test_everybody_ends_in_order_and_every_page_comes_back(actions: list[tuple[str, int, int]]) -> None:
-    run = Run()
-    for action in actions:
-        run.act(action)
+@settings(max_examples=300)
+@given(st.sampled_from(SCARCE), ACTIONS)
+def test_everybody_ends_in_order_and_every_page_has_one_owner(limits: CoreLimits, actions: Actions) -> None:
+    run = Run(limits, audited=True)
+    run.act(actions)
     assert run.core.waiting + run.core.running == len(run.requests) - len(run.over)
-    while run.step():
-        pass
+    run.finish()
     assert len(run.over) == len(run.requests)
-    assert run.core.pages.free == LIMITS.pages
-    assert run.started == sorted(run.started), "first come, first served"
+    assert run.core.waiting == run.core.running == run.core.pages.own == 0
+    assert run.core.pages.available == limits.pages
+    assert limits.prefix_cache or run.core.pages.free == limits.pages
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(SCARCE), ACTIONS)
+def test_no_token_is_lost_sent_twice_or_drawn_from_another_prefix(limits: CoreLimits, actions: Actions) -> None:
+    """Preempted or not, over cached pages or not, beside steps that fail and clients that leave."""
+    run = Run(limits)
+    run.act(actions)
+    run.finish()
     for request in run.requests:
-        if run.over[request.sequence] == "length":
-            assert run.tokens[request.sequence] == request.max_tokens
+        tokens = run.tokens.get(request.sequence, [])
+        wanted = answer(request.tokens[: request.prompt_tokens], request.max_tokens)
+        assert tokens == (wanted if run.over[request.sequence] == "length" else wanted[: len(tokens)])
 
 
-@given(ACTIONS, st.sampled_from([0, 1, 7, 128]))
+@given(st.sampled_from(SCARCE), ACTIONS, st.sampled_from([0, 1, 7, 128]))
 def test_figures_add_up_but_for_requests_that_failed_and_steps_that_were_out(
-    actions: list[tuple[str, int, int]], misses: int
+    limits: CoreLimits, actions: Actions, misses: int
 ) -> None:
     """Exactly as protocol.Usage says what is missing; what a failed step did is in no figure."""
-    run = Run(misses)
-    for action in actions:
-        run.act(action)
-    while run.step():
-        pass
+    run = Run(limits, misses)
+    run.act(actions)
+    run.finish()
     failed = [r.finished("abort", 2.0).usage for r in run.requests if run.over[r.sequence] == "failed"]
     usages = [*run.usages, *failed]
     assert len(usages) == len(run.requests), "every request ends once"
@@ -163,24 +206,66 @@ def test_figures_add_up_but_for_requests_that_failed_and_steps_that_were_out(
     assert sum(u.expert_misses for u in usages) + unreported.misses == sum(c.misses for c in counters)
     assert sum(u.expert_hits for u in usages) + unreported.hits == sum(c.hits for c in counters)
     assert sum(u.copied_nbytes for u in usages) + unreported.copied_nbytes == sum(c.copied_nbytes for c in counters)
+    assert sum(u.cached_tokens for u in usages) == run.core.cached_tokens
+    assert all(0 <= u.cached_tokens < u.prompt_tokens for u in usages)
+    assert limits.prefix_cache or run.core.cached_tokens == 0
 
 
-@given(ACTIONS)
-def test_a_dead_worker_ends_everybody_once(actions: list[tuple[str, int, int]]) -> None:
-    run = Run()
-    for action in actions:
-        run.act(action)
+@settings(max_examples=200)
+@given(st.sampled_from(SCARCE), ACTIONS)
+def test_who_is_first_with_a_demand_chunk_waits_for_one_streamed_chunk(limits: CoreLimits, actions: Actions) -> None:
+    """Said again over the steps: who fits into a demand chunk and has not begun is served as they come to."""
+    run, short = Run(limits), list[Request]()
+    waited: dict[int, int] = {}
+
+    def see(step: RunStep) -> None:
+        here = {s.sequence for s in step.sequences}
+        most = min(limits.demand_tokens, limits.chunk_tokens)
+        prefilling = [r for r in run.requests if r.phase == "prefill"]
+        short[:] = [r for r in short if r in prefilling and not r.begun]
+        short.extend(r for r in prefilling if r.pending <= most and not r.begun and r not in short)
+        if step.mode == "decode" or not short:
+            return
+        taken = [r for r in short if r.sequence in here]
+        assert short[: len(taken)] == taken, "nobody overtakes"
+        if not taken and step.mode == "streamed":
+            waited[short[0].sequence] = waited.get(short[0].sequence, 0) + 1
+            assert waited[short[0].sequence] <= 1
+
+    run.see = see
+    run.act(actions)
+    run.finish()
+
+
+@given(st.sampled_from(SCARCE), ACTIONS)
+def test_nothing_is_computed_twice_but_for_preempted_requests(limits: CoreLimits, actions: Actions) -> None:
+    run = Run(limits)
+    run.act([action for action in actions if action[0] not in ("fail", "abort_out")])
+    run.finish()
+    computed = sum(request.computed - request.cached_tokens for request in run.requests)
+    assert run.worker.computed == computed or run.core.preempted > 0
+
+
+@given(st.sampled_from(SCARCE), ACTIONS)
+def test_a_dead_worker_ends_everybody_once_and_nothing_stays_cached(limits: CoreLimits, actions: Actions) -> None:
+    run = Run(limits)
+    run.act(actions)
     run.core.plan(1.0)
     failed = [request.sequence for request in run.core.fail_all()]
     assert sorted([*failed, *run.over]) == list(range(len(run.requests)))
-    assert run.core.pages.free == LIMITS.pages
+    assert run.core.pages.free == limits.pages
     assert run.core.waiting == run.core.running == 0
 
 
 def steps(core: Core) -> Iterator[RunStep]:
+    worker = PagedWorker(4)
     while step := core.plan(0.0):
         yield step
-        core.apply(answer(step), 0.0)
+        core.apply(worker.run(step), 0.0)
+
+
+def sizes(core: Core) -> list[tuple[str, list[int]]]:
+    return [(s.mode, [len(q.tokens) for q in s.sequences]) for s in steps(core)]
 
 
 def test_a_long_prompt_stalls_an_answer_by_one_chunk_at_a_time() -> None:
@@ -197,10 +282,58 @@ def test_short_prompts_share_a_demand_chunk_up_to_the_threshold() -> None:
     core = Core(LIMITS)
     for sequence, prompt in enumerate([2, 3, 1]):
         core.submit(make_request(sequence, prompt, 1))
-    assert [(s.mode, [len(q.tokens) for q in s.sequences]) for s in steps(core)] == [
-        ("demand", [2, 3]),
-        ("demand", [1]),
+    assert sizes(core) == [("demand", [2, 3]), ("demand", [1])]
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
+    core = Core(LIMITS)
+    core.submit(make_request(0, 30, 1))
+    core.submit(make_request(1, [99] * 5, 2))
+    assert sizes(core) == [
+        ("demand", [5]),
+        ("decode", [1]),
+        ("streamed", [8]),
+        ("streamed", [8]),
+        ("streamed", [8]),
+        ("streamed", [6]),
     ]
+
+
+def test_a_new_turn_prefills_what_is_new_and_less_than_a_page_of_what_is_not() -> None:
+    limits = CoreLimits(pages=520, page_tokens=16, max_running=2, demand_tokens=66, chunk_tokens=4096)
+    run = Run(limits)
+    run.submit([i % 97 for i in range(8000)], 20)
+    run.finish()
+    history = run.requests[0].tokens
+    run.submit(history + [3] * 50, 1)
+    turn = run.requests[1]
+    step = run.core.plan(0.0)
+    assert step and step.mode == "demand"
+    (part,) = step.sequences
+    assert part.start == 8016 and part.start + len(part.tokens) == 8020 + 50
+    run.core.apply(run.worker.run(step), 0.0)
+    assert turn.cached_tokens == run.core.cached_tokens == 8016
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_the_same_prompt_again_computes_at_least_its_last_token(length: int) -> None:
+    run = Run()
+    for _ in range(2):
+        run.submit(list(range(length)), 1)
+        run.finish()
+    again = run.usages[1]
+    assert again.cached_tokens == (length - 1) // 4 * 4
+    assert run.tokens[0] == run.tokens[1] == answer(list(range(length)), 1)
+
+
+def test_who_arrives_together_prefills_the_common_prefix_once() -> None:
+    """The second one was admitted when nothing was cached; it looks again when it is its turn."""
+    run = Run()
+    prompt = list(range(24))
+    for last in (90, 91):
+        run.submit([*prompt, last], 1)
+    run.finish()
+    assert [request.cached_tokens for request in run.requests] == [0, 24]
 
 
 def test_who_does_not_fit_waits_for_pages_and_nobody_overtakes() -> None:
@@ -214,20 +347,53 @@ def test_who_does_not_fit_waits_for_pages_and_nobody_overtakes() -> None:
     assert (core.running, core.waiting) == (1, 2)
 
 
+def test_answers_that_outgrow_the_pages_are_preempted_youngest_first_and_not_time_and_again() -> None:
+    run = Run(CoreLimits(pages=16, page_tokens=4, max_running=4, demand_tokens=8, chunk_tokens=8), audited=True)
+    for first in range(4):
+        run.submit([first] * 4, 48)  # 13 pages each in the end
+    seen = 0
+    while run.step():
+        run.check()
+        if run.core.preempted > seen:
+            seen = run.core.preempted
+            assert run.requests[0].phase != "waiting"
+    assert 3 <= run.core.preempted <= 6
+    assert [run.tokens[i] for i in range(4)] == [answer([i] * 4, 48) for i in range(4)]
+    assert run.worker.computed <= 4 * 51 * 2, "little is computed again"
+
+
+def test_a_preempted_request_takes_up_its_own_pages_where_they_are_still_there() -> None:
+    """And is told of no cached tokens, since it has computed them all itself."""
+    run = Run(CoreLimits(pages=16, page_tokens=4, max_running=2, demand_tokens=8, chunk_tokens=8))
+    run.submit([1] * 4, 33)  # 10 pages in the end
+    run.submit([2] * 24, 20)  # 11
+    run.finish()
+    assert run.core.preempted == 1
+    assert run.core.cached_tokens == 0
+    assert run.worker.computed < 36 + 43 + 24, "its prompt is not computed twice"
+
+
+def test_places_and_pages_of_an_aborted_request_come_back_with_the_step_that_is_out() -> None:
+    run = Run(CoreLimits(pages=10, page_tokens=4, max_running=1, demand_tokens=8, chunk_tokens=8))
+    run.submit([1] * 20, 4)
+    run.submit([2] * 20, 4)
+    assert (run.core.running, run.core.waiting) == (1, 1)
+    run.step(abort=0)
+    assert (run.core.running, run.core.waiting) == (1, 0)
+    assert run.core.pages.own == 0, "what it had is free, the next one has not begun"
+
+
 @pytest.mark.parametrize("misses", [0, 1, 7, 128])
 def test_usage_of_all_requests_adds_up_to_the_counters(misses: int) -> None:
-    core = Core(LIMITS)
-    for sequence, (prompt, new) in enumerate([(3, 2), (2, 4), (20, 1)]):
-        core.submit(make_request(sequence, prompt, new))
-    usages = []
-    while step := core.plan(0.0):
-        replies = core.apply(answer(step, misses), 0.0)
-        usages += [reply.message.usage for reply in replies if isinstance(reply.message, Finished)]
-    counters = core.counters.values()
-    assert sum(u.expert_misses for u in usages) == sum(c.misses for c in counters)
-    assert sum(u.expert_hits for u in usages) == sum(c.hits for c in counters)
-    assert sum(u.copied_nbytes for u in usages) == sum(c.copied_nbytes for c in counters)
-    assert all(u.copied_nbytes == u.expert_misses * RECORD_NBYTES for u in usages)
+    run = Run(misses=misses)
+    for first, (prompt, new) in enumerate([(3, 2), (2, 4), (20, 1)]):
+        run.submit([first] * prompt, new)
+    run.finish()
+    counters = run.core.counters.values()
+    assert sum(u.expert_misses for u in run.usages) == sum(c.misses for c in counters)
+    assert sum(u.expert_hits for u in run.usages) == sum(c.hits for c in counters)
+    assert sum(u.copied_nbytes for u in run.usages) == sum(c.copied_nbytes for c in counters)
+    assert all(u.copied_nbytes == u.expert_misses * RECORD_NBYTES for u in run.usages)
 
 
 def test_a_request_alone_in_a_step_has_all_of_its_figures() -> None:

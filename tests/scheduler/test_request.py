@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.detokenize import Detokenizer
+from scheduler.paging import Holding
+from scheduler.prefix_cache import PrefixCache
 from scheduler.request import Ending, Request
 from tests.scheduler.rig import CORPUS, train_tokenizer
 from tests.scheduler.test_stopping import first_match
@@ -11,12 +13,13 @@ from worker.protocol import ExpertStats, Sampling
 
 TOKENIZER = train_tokenizer(CORPUS)
 END = 1
+NOTHING = PrefixCache(16).root
 
 
 def answer(tokens: list[int], ending: Ending) -> tuple[str, list[int], str | None]:
     """Text, token ids and reason when the model draws `tokens` one after the other."""
     request = Request(1, [5], Sampling(), ending, Detokenizer(TOKENIZER, frozenset({0, 1, 2})), 0.0)
-    request.admit([0])
+    request.admit(Holding(NOTHING))
     text, ids = "", list[int]()
     for token in tokens:
         request.took_part(request.pending, "decode", ExpertStats())
@@ -56,7 +59,7 @@ def test_the_answer_is_the_decoding_up_to_whatever_ends_it_first(
 
 def test_the_figures_of_one_answer() -> None:
     request = Request(1, [5, 6], Sampling(), Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=10.0)
-    request.admit([3])
+    request.admit(Holding(NOTHING))
     request.part(2, 16, now_s=11.0)
     request.took_part(2, "demand", ExpertStats(1, 9, 4, 5, 500))
     request.take_token(30, now_s=12.0)
@@ -75,3 +78,38 @@ def test_an_answer_that_never_began_has_no_times_but_its_own() -> None:
     request = Request(1, [5], Sampling(), Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=10.0)
     timing = request.finished("abort", now_s=12.0).timing
     assert (timing.queued_s, timing.ttft_s, timing.tpot_s, timing.total_s) == (2.0, 0.0, 0.0, 2.0)
+
+
+def test_a_preempted_request_computes_all_its_tokens_again_and_draws_the_next_one() -> None:
+    request = Request(1, [5, 6, 7], Sampling(), Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=0.0)
+    request.admit(Holding(NOTHING))
+    request.took_part(3, "demand", ExpertStats())
+    request.take_token(30, 1.0)
+    request.preempt()
+    assert (request.phase, request.pending, request.new_tokens) == ("waiting", 4, 1)
+    request.admit(Holding(NOTHING))
+    assert request.part(3, 16, 2.0).sample is None
+    part = request.part(4, 16, 2.0)
+    assert (part.tokens, part.start) == ([5, 6, 7, 30], 0) and part.sample
+    request.took_part(4, "demand", ExpertStats())
+    request.take_token(31, 3.0)
+    assert request.tokens == [5, 6, 7, 30, 31]
+
+
+def test_cached_tokens_are_those_of_the_prompt_that_were_never_computed() -> None:
+    request = Request(1, list(range(9)), Sampling(), Ending(9), Detokenizer(TOKENIZER, frozenset()), arrived_s=0.0)
+    request.admit(Holding(NOTHING))
+    assert [request.reuse(0), request.reuse(4)] == [0, 4]
+    request.took_part(2, "demand", ExpertStats())
+    assert request.reuse(4) == 0 and request.computed == 6, "what it has computed stays"
+    request.preempt()
+    request.admit(Holding(NOTHING))
+    assert request.reuse(8) == 2, "the first six were cached or computed before"
+    request.took_part(1, "demand", ExpertStats())
+    for token in (30, 31, 32):
+        request.take_token(token, 1.0)
+        request.took_part(1, "decode", ExpertStats())
+    request.preempt()
+    request.admit(Holding(NOTHING))
+    assert request.reuse(12) == 0, "the answer's tokens are not the prompt's"
+    assert request.finished("abort", 2.0).usage.cached_tokens == 6
