@@ -21,7 +21,20 @@ from scheduler.server import SchedulerServer
 from scheduler.startup import build_service, close_all, load_workers, model_name
 from scheduler.ticket import Service
 from worker import protocol
-from worker.protocol import Done, ExpertStats, Failed, Load, Loaded, LoadProgress, Mode, Release, RunStep, StepDone
+from worker.protocol import (
+    Done,
+    ExpertStats,
+    Failed,
+    Load,
+    Loaded,
+    LoadProgress,
+    Logprobs,
+    Mode,
+    Release,
+    RunStep,
+    SequenceStep,
+    StepDone,
+)
 
 RECORD_NBYTES = 1024
 EOS_TEXT = "<|end|>"
@@ -54,6 +67,7 @@ class FakeWorker:
         self.failures: list[Exception] = []
         self.load_failures: list[Exception] = []
         self.short = False
+        self.bad: set[int] = set()  # tokens after which the logits are not finite
         self.step_s = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -98,10 +112,21 @@ class FakeWorker:
             raise self.failures.pop(0)
         vocab_size = self.facts.vocab_size
         tokens = [next_token(s.tokens[-1], vocab_size) if s.sample else -1 for s in step.sequences]
+        tokens = [-1 if s.tokens[-1] in self.bad else t for s, t in zip(step.sequences, tokens, strict=True)]
         if self.short:
             tokens.pop()
         misses = len(step.sequences)
-        return StepDone(tokens, ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES))
+        stats = ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES)
+        told = [_logprobs(s, token) for s, token in zip(step.sequences, tokens, strict=False)]
+        return StepDone(tokens, stats, told if any(told) else None)
+
+
+def _logprobs(sequence: SequenceStep, token: int) -> Logprobs | None:
+    """By rule: the drawn token at -token / 8, and tokens from 3 on, each a half less likely than the one before."""
+    if sequence.sample is None or sequence.sample.logprobs is None or token < 0:
+        return None
+    ids = list(range(3, 3 + sequence.sample.logprobs))
+    return Logprobs(-token / 8, ids, [-0.5 * i for i in ids])
 
 
 def _loaded(vocab_size: int, **facts: Any) -> Loaded:
@@ -164,7 +189,7 @@ class Rig:
                 await asyncio.sleep(0.005)
 
     def pages_free(self) -> bool:
-        return all(lane.core.pages.free == lane.core.pages.total for lane in self.lanes)
+        return all(lane.core.pages.own == 0 for lane in self.lanes)
 
 
 @contextlib.asynccontextmanager

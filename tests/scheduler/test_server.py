@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_steps(model: Path, event_loop: str) -> None:
             stats = await client.stats()
             assert (stats.finished, stats.prompt_tokens, stats.generated_tokens) == (1, 40, 3)
             assert (stats.decode.steps, stats.demand.steps, stats.streamed.steps) == (2, 1, 2)
-            assert stats.kv_pages_free == stats.kv_pages_total == 256
+            assert (stats.kv_pages_free, stats.kv_pages_cached, stats.kv_pages_total) == (254, 2, 256)
             assert rig.worker.released == [1]
 
     on_loop(event_loop, main)
@@ -109,6 +109,59 @@ def test_a_dense_model_streams_everything(model: Path) -> None:
             assert rig.worker.modes() == ["streamed"]
 
     on_loop("selector", main)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_prefix_is_computed_once_unless_the_cache_is_off(model: Path, disabled: bool) -> None:
+    async def main() -> None:
+        async with engine(model, disable_prefix_cache=disabled) as rig, rig.client() as client:
+            vocab, prompt = rig.worker.facts.vocab_size, [5] * 40
+            _, answer, first = await collect(client, token_ids=prompt, sampling=sampling(9))
+            turn = [*prompt, *answer, 7, 8]
+            _, ids, second = await collect(client, token_ids=turn, sampling=sampling(2))
+            assert ids == expected(turn, 2, vocab)
+            reused = 0 if disabled else 48
+            assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, reused)
+            chunk = [step for step in rig.worker.steps if step.mode == "demand"][-1].sequences[0]
+            assert (chunk.start, len(chunk.tokens)) == (reused, len(turn) - reused)
+            stats = await client.stats()
+            assert (stats.cached_tokens, stats.kv_pages_cached > 0) == (reused, not disabled)
+
+    on_loop("selector", main)
+
+
+def test_a_request_goes_to_the_worker_that_has_its_prefix(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model, workers=2) as rig, rig.client() as client:
+            prompts = [[5 + i] * 64 for i in range(2)]
+            await asyncio.gather(*(collect(client, token_ids=p, sampling=sampling(4)) for p in prompts))
+            homes = [next(w for w in rig.workers if w.steps[0].sequences[0].tokens == p) for p in prompts]
+            assert homes[0] is not homes[1], "without a prefix the load decides"
+            for worker in rig.workers:
+                worker.steps.clear()
+            for home, prompt in zip(homes, prompts, strict=True):
+                for last in (3, 4, 9):
+                    _, _, finished = await collect(client, token_ids=[*prompt, last], sampling=sampling(4))
+                    assert finished.usage.cached_tokens == 64
+                    assert home.steps.pop(0).sequences[0].start == 64
+                    home.steps.clear()
+                assert not any(worker.steps for worker in rig.workers)
+
+    on_loop("selector", main)
+
+
+def test_answers_that_outgrow_the_kv_are_preempted_and_complete(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        facts = {"kv_tokens": 160, "max_position": 160}
+        async with engine(model, facts=facts) as rig, rig.client() as client:
+            vocab, prompts = rig.worker.facts.vocab_size, [[5 + i] * 20 for i in range(4)]
+            answers = await asyncio.gather(*(collect(client, token_ids=p, sampling=sampling(120)) for p in prompts))
+            assert [ids for _, ids, _ in answers] == [expected(prompt, 120, vocab) for prompt in prompts]
+            stats = await client.stats()
+            assert stats.preempted > 0 and stats.generated_tokens == 480 and stats.cached_tokens == 0
+            assert stats.kv_pages_free + stats.kv_pages_cached == stats.kv_pages_total == 10
+
+    on_loop(event_loop, main)
 
 
 def test_answers_end_at_eos_stop_tokens_and_stop_strings(model: Path, event_loop: str) -> None:
@@ -186,6 +239,11 @@ def test_many_requests_at_once_share_steps_and_do_not_mix(model: Path, event_loo
             stats = await client.stats()
             assert misses == stats.decode.misses + stats.demand.misses + stats.streamed.misses
             assert rig.pages_free()
+            one, two = stats.workers
+            assert (one.alive, one.resident_slots) == (two.alive, two.resident_slots) == (True, 7)
+            for mode in ("decode", "demand", "streamed"):
+                assert total([getattr(one, mode), getattr(two, mode)]) == getattr(stats, mode)
+            assert one.kv_pages_total + two.kv_pages_total == stats.kv_pages_total
 
     on_loop(event_loop, main)
 
