@@ -165,6 +165,7 @@ class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
     tokens: list[int]
     stats: ExpertStats  # of this step alone
     logprobs: list[Logprobs | None] | None = None  # [B] of those that asked and have a token; None if nobody asked
+    resident: int = 0  # slots that hold an expert now
 
 
 class StatsReply(Struct, frozen=True, tag=True):

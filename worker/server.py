@@ -196,7 +196,8 @@ class WorkerServer:
     async def _run(self, engine: Engine, step: RunStep, peer: bytes) -> StepDone:
         if peer != self._scheduler:
             raise RequestRefused("taken_over", "another scheduler has sent this worker a Load and has it now")
-        return await self.compute.run(lambda: engine.run(step))
+        done = await self.compute.run(lambda: engine.run(step))
+        return replace(done, resident=engine.resident())
 
     def _loaded(self) -> Engine:
         if self.engine is None:

@@ -207,6 +207,7 @@ def test_steps_run_in_order_on_one_thread_while_the_server_answers(on_loop: OnLo
             rig.engine.gate.set()
             done = await asyncio.gather(*steps)
             assert [d.tokens for d in done if isinstance(d, StepDone)] == [[token] for token in range(20)]
+            assert [d.resident for d in done if isinstance(d, StepDone)] == [5] * 20
             assert rig.engine.seen == list(range(20))
             assert rig.engine.threads == {"compute"}
 

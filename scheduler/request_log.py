@@ -1,0 +1,43 @@
+"""One structured log line for each accepted request that ends: key=value, in one order, easy to search and to sum up."""
+
+import json
+import logging
+import re
+
+from scheduler.protocol import Failed, Finished, Timing, Usage
+
+_PLAIN = re.compile(r"[\w.:+-]+", re.ASCII)
+log = logging.getLogger(__name__)
+
+
+def log_end(request_id: str, prompt_tokens: int, final: Finished | Failed | None) -> None:
+    """Log that a request has ended, at level info."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", end_line(request_id, prompt_tokens, final))
+
+
+def end_line(request_id: str, prompt_tokens: int, final: Finished | Failed | None) -> str:
+    """What is known of a request that has ended; `final` is its last reply, None if its client left before.
+
+    Times are in seconds, MB are 10^6 bytes. The client's words are quoted, as JSON does, unless they are plain.
+    """
+    match final:
+        case Finished(reason=reason, usage=usage, timing=timing):
+            return f"request id={_quoted(request_id)} end={reason} {_figures(usage, timing)}"
+        case Failed(code=code, detail=detail):
+            return f"request id={_quoted(request_id)} end={code} prompt={prompt_tokens} detail={_quoted(detail)}"
+        case None:
+            return f"request id={_quoted(request_id)} end=left prompt={prompt_tokens}"
+
+
+def _figures(usage: Usage, timing: Timing) -> str:
+    return (
+        f"prompt={usage.prompt_tokens} cached={usage.cached_tokens} new={usage.new_tokens} "
+        f"queued={timing.queued_s:.4f} ttft={timing.ttft_s:.4f} tpot={timing.tpot_s:.5f} total={timing.total_s:.4f} "
+        f"demand_chunks={usage.demand_chunks} streamed_chunks={usage.streamed_chunks} "
+        f"hits={usage.expert_hits} misses={usage.expert_misses} copied_mb={usage.copied_nbytes / 1e6:.1f}"
+    )
+
+
+def _quoted(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -1,0 +1,96 @@
+"""A worker process whose model takes no time: `python -m tests.bench.instant_worker`. With it, only the scheduler works.
+
+The worker's own server, protocol and compute thread with a made-up engine behind them: the next token is the last one
+plus one, and every step reports the same expert traffic.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import zmq.asyncio
+
+from copyengine.wire.lifecycle import Listening, announce
+from copyengine.wire.process import Orders, run_process
+from worker.compute import ComputeThread
+from worker.protocol import ExpertStats, LayerStatsReply, LayerTraffic, Load, Loaded, Mode, RunStep, StepDone
+from worker.server import OnProgress, WorkerServer
+
+RECORD_NBYTES = 3 * 2**20
+LAYERS, EXPERTS, ROUTED = 48, 128, 8
+FIRST_TOKEN = 3
+"""Those below end answers or have no text."""
+
+TRAFFIC = ExpertStats(1, LAYERS * ROUTED, LAYERS * ROUTED - 2, 2, 2 * RECORD_NBYTES)
+
+
+class InstantEngine:
+    """See worker.server.Engine."""
+
+    def __init__(self, load: Load, vocab_size: int) -> None:
+        kv_tokens = load.kv_tokens or 2**20
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.facts = Loaded(
+            device="none", dtype="none", vocab_size=vocab_size, max_position=kv_tokens, moe_layers=LAYERS,
+            experts=EXPERTS, experts_per_token=ROUTED, record_nbytes=RECORD_NBYTES, slots=EXPERTS, stream_slots=EXPERTS,
+            kv_tokens=kv_tokens, page_tokens=load.page_tokens, kv_nbytes=0, bank_nbytes=0, pool_nbytes=0,
+            dense_nbytes=0, copy_engine="process", load_s=0.0,
+        )  # fmt: skip
+
+    def run(self, step: RunStep) -> StepDone:
+        """The token after each sequence's last one."""
+        last = self.facts.vocab_size - 1
+        tokens = [FIRST_TOKEN if s.tokens[-1] >= last else s.tokens[-1] + 1 for s in step.sequences]
+        return StepDone(tokens, TRAFFIC)
+
+    def stats(self) -> dict[Mode, ExpertStats]:
+        """Nothing is counted."""
+        return {"decode": ExpertStats(), "demand": ExpertStats(), "streamed": ExpertStats()}
+
+    def layer_stats(self) -> LayerStatsReply:
+        """Nothing is counted."""
+        return LayerStatsReply(LayerTraffic(), LayerTraffic(), LayerTraffic(), [])
+
+    def resident(self) -> int:
+        """All of them."""
+        return EXPERTS
+
+    def release(self, why: str) -> None:
+        """Nothing waits."""
+
+    def close(self) -> bool:
+        """There is nothing to free."""
+        return True
+
+
+async def serve(vocab_size: int) -> None:
+    """Serve until cancelled."""
+    context = zmq.asyncio.Context()
+
+    async def loader(load: Load, compute: ComputeThread, on_progress: OnProgress) -> InstantEngine:
+        return InstantEngine(load, vocab_size)
+
+    server = WorkerServer(context, loader)
+    announce(Listening(server.bind("tcp://127.0.0.1:0")))
+    try:
+        await server.serve()
+    finally:
+        await server.close()
+        context.term()
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab-size", type=int, default=400)
+    vocab_size = parser.parse_args(argv).vocab_size
+
+    async def run(orders: Orders) -> None:
+        await serve(vocab_size)
+
+    return run_process(run, "auto", parent_pipe=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
