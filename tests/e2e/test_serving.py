@@ -44,6 +44,10 @@ async def greedy(client: Client, ids: list[int], max_tokens: int = 8) -> tuple[l
     return tokens, answer.finished
 
 
+def pages_are_back(stats: StatsReply) -> bool:
+    return stats.kv_pages_free + stats.kv_pages_cached == stats.kv_pages_total
+
+
 def untimed(lines: str) -> list[dict[str, object]]:
     """What `--json` printed but for times and what was resident."""
     *pieces, finished = json_lines(lines)
@@ -115,7 +119,8 @@ def test_the_threshold_decides_what_is_copied(engine: Engine, tokens: int, chunk
 
     async def session(client: Client) -> None:
         before = await client.stats()
-        _, finished = await greedy(client, list(range(300, 300 + tokens)), max_tokens=1)
+        prompt = [900 + tokens, *range(300, 299 + tokens)]  # whose first page no other prompt has
+        _, finished = await greedy(client, prompt, max_tokens=1)
         after = await client.stats()
         usage = finished.usage
         assert (usage.demand_chunks, usage.streamed_chunks) == ((1, 0) if chunk == "demand" else (0, 1))
@@ -134,6 +139,18 @@ def test_the_threshold_decides_what_is_copied(engine: Engine, tokens: int, chunk
     ask(engine, session)
 
 
+def test_a_second_turn_is_one_demand_chunk_over_the_cached_first_one(engine: Engine) -> None:
+    async def session(client: Client) -> None:
+        first = [7, *range(900, 999)]
+        answer, finished = await greedy(client, first)
+        assert (finished.usage.streamed_chunks, finished.usage.cached_tokens) == (1, 0)
+        _, finished = await greedy(client, [*first, *answer, *range(200, 250)])
+        assert (finished.usage.demand_chunks, finished.usage.streamed_chunks) == (1, 0)
+        assert finished.usage.cached_tokens == 96  # the pages of 16 tokens that were full
+
+    ask(engine, session)
+
+
 def test_several_at_a_time_get_what_each_gets_alone(engine: Engine) -> None:
     async def session(client: Client) -> None:
         prompts = [list(range(300 + 40 * i, 330 + 40 * i)) for i in range(6)]
@@ -143,7 +160,7 @@ def test_several_at_a_time_get_what_each_gets_alone(engine: Engine) -> None:
         # bf16: a batch rounds differently from a single row, so one close pair of logits may flip
         assert same >= len(prompts) - 1
         stats = await client.stats()
-        assert stats.running == stats.waiting == 0 and stats.kv_pages_free == stats.kv_pages_total
+        assert stats.running == stats.waiting == 0 and pages_are_back(stats)
 
     ask(engine, session)
 
@@ -156,10 +173,10 @@ def test_a_dropped_answer_is_aborted(engine: Engine) -> None:
         await client.settle()
         for _ in range(100):
             stats = await client.stats()
-            if stats.running == 0 and stats.kv_pages_free == stats.kv_pages_total:
+            if stats.running == 0 and pages_are_back(stats):
                 break
             await asyncio.sleep(0.02)
-        assert (stats.running, stats.aborted) == (0, aborted + 1)
+        assert (stats.running, stats.aborted, pages_are_back(stats)) == (0, aborted + 1, True)
 
     ask(engine, session)
 
