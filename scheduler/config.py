@@ -61,6 +61,12 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = False
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
+    collect_stats: Annotated[
+        str,
+        Meta(
+            description="JSON file for hit rates by layer and routing frequencies, written at the end and now and then"
+        ),
+    ] = ""
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     ready_timeout_s: Annotated[

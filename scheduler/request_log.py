@@ -1,4 +1,4 @@
-"""One structured log line for each accepted request that ends: key=value, in one order, easy to search and to sum up."""
+"""One structured log line for each accepted request that ends: key=value, in a fixed order, easy to search and sum."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A worker process whose model takes no time: `python -m tests.bench.instant_worker`. With it, only the scheduler works.
+"""A worker process whose model takes no time, so that only the scheduler works.
 
 The worker's own server, protocol and compute thread with a made-up engine behind them: the next token is the last one
 plus one, and every step reports the same expert traffic.

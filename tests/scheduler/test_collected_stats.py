@@ -1,0 +1,152 @@
+"""The file of --collect-stats: sums against a count by hand, and what becomes of it when something is in the way."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from copyengine.wire.errors import ConfigError, PeerDied
+from copyengine.wire.loop import run
+from scheduler.client import Client
+from scheduler.collected_stats import Collector, figures, replace_file
+from scheduler.config import ServingConfig
+from scheduler.preflight import check_stats_file
+from scheduler.protocol import Sampling
+from tests.scheduler.rig import LAYER_STATS, on_loop
+from tests.scheduler.test_main import scheduler, until_ready
+from worker.client import WorkerClient
+from worker.protocol import LayerStatsReply, LayerTraffic
+
+LAYERS, EXPERTS = 2, 3
+
+
+def row(length: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 9), min_size=length, max_size=length)
+
+
+TRAFFIC = st.builds(LayerTraffic, row(LAYERS), row(LAYERS))
+ROUTING = st.lists(row(EXPERTS), min_size=LAYERS, max_size=LAYERS)
+
+
+@given(st.lists(st.builds(LayerStatsReply, TRAFFIC, TRAFFIC, TRAFFIC, ROUTING), max_size=3))
+def test_figures_are_the_sums_over_all_workers(replies: list[LayerStatsReply]) -> None:
+    """One number after the other."""
+    found = figures("m", replies)
+    assert (found.layers, found.experts) == ((LAYERS, EXPERTS) if replies else (0, 0))
+    for layer in range(found.layers):
+        for expert in range(EXPERTS):
+            assert found.decode_routing[layer][expert] == sum(reply.routing[layer][expert] for reply in replies)
+        for mode in ("decode", "demand", "streamed"):
+            hits = sum(getattr(reply, mode).hits[layer] for reply in replies)
+            misses = sum(getattr(reply, mode).misses[layer] for reply in replies)
+            told = getattr(found, mode)
+            assert (told.hits[layer], told.misses[layer]) == (hits, misses)
+            rate = told.hit_rate[layer]
+            assert rate is None if hits + misses == 0 else abs(rate - hits / (hits + misses)) < 1e-4
+
+
+class Worker:
+    """Answers until it dies."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.dead = False
+
+    async def layer_stats(self, deadline_s: float) -> LayerStatsReply:
+        if self.dead:
+            raise PeerDied("the worker is gone")
+        return LayerStatsReply(LayerTraffic([self.count], [0]), LayerTraffic([0], [0]), LayerTraffic([0], [0]), [[1]])
+
+
+def clients(*workers: Worker) -> list[WorkerClient]:
+    return cast(list[WorkerClient], list(workers))
+
+
+def hits(path: Path) -> list[int]:
+    return cast(list[int], json.loads(path.read_text("utf-8"))["decode"]["hits"])
+
+
+def test_a_worker_that_died_counts_with_its_last_answer_and_its_successor_from_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        one, other, successor = Worker(3), Worker(5), Worker(1)
+        living = clients(one, other)
+        collector = Collector(tmp_path / "stats.json", "m", lambda: living)
+        await collector.write(1.0)
+        assert hits(tmp_path / "stats.json") == [8]
+        other.dead, other.count = True, 50
+        await collector.write(1.0)
+        assert hits(tmp_path / "stats.json") == [8]
+        living[:] = clients(one, successor)
+        one.count = 4
+        await collector.write(1.0)
+        assert hits(tmp_path / "stats.json") == [4 + 5 + 1]
+
+    run(main(), "selector")
+    assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
+
+
+def test_a_disk_that_takes_nothing_is_an_error_line_and_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "stats.json"
+    replace_file(path, b"before")
+    written = Path.write_bytes
+
+    def full(self: Path, content: bytes) -> int:
+        written(self, content[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with caplog.at_level(logging.ERROR):
+        run(Collector(path, "m", lambda: clients(Worker(1))).write(1.0), "selector")
+    assert [str(path) in r.getMessage() and "No space left" in r.getMessage() for r in caplog.records] == [True]
+    assert path.read_bytes() == b"before\n" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "none" / "stats.json", Path(sys.executable) / "stats.json"):
+        with pytest.raises(ConfigError, match="--collect-stats"):
+            check_stats_file(ServingConfig(collect_stats=str(file)))
+    check_stats_file(ServingConfig(collect_stats=str(tmp_path / "stats.json")))
+    check_stats_file(ServingConfig())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", ["drain", "eof", "SIGTERM"])
+def test_it_is_written_however_the_process_is_told_to_end(model: Path, tmp_path: Path, way: str) -> None:
+    if way == "SIGTERM" and sys.platform == "win32":
+        pytest.skip("Windows has no such signals to send")
+    path = tmp_path / "stats.json"
+
+    async def main() -> None:
+        async with scheduler(model, "--parent-pipe", "--collect-stats", str(path)) as (process, _):
+            endpoint, _ = await until_ready(process)
+            async with Client(endpoint) as client:
+                async for _ in client.generate(token_ids=[5], sampling=Sampling(max_tokens=2)):
+                    pass
+            if way == "SIGTERM":
+                process.popen.send_signal(signal.SIGTERM)
+            else:
+                await process.tell(b"drain\n" if way == "drain" else None)
+            assert await process.code() == 0
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        assert found["decode"]["hits"] == LAYER_STATS.decode.hits and found["model"] == model.name
+        assert found["decode_routing"] == LAYER_STATS.routing
+
+    on_loop("selector", main)
+
+
+def test_a_refused_file_ends_the_start(model: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scheduler(model, "--collect-stats", str(tmp_path)) as (process, _):
+            assert "--collect-stats" in str(await asyncio.wait_for(process.event(), 20))
+            assert await process.code() == 2
+
+    on_loop("selector", main)
