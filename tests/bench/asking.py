@@ -101,6 +101,7 @@ async def ask(client: Client, ids: list[int], new_tokens: int) -> Prompt:
         hits=now[0] - then[0],
         misses=now[1] - then[1],
         copied_nbytes=now[2] - then[2],
+        cached_tokens=usage.cached_tokens,
     )
 
 

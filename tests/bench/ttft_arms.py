@@ -32,6 +32,7 @@ class Prompt(Struct, frozen=True):
     hits: int
     misses: int
     copied_nbytes: int
+    cached_tokens: int = 0
 
 
 class Decoding(Struct, frozen=True):
