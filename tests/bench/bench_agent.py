@@ -1,10 +1,10 @@
 """Time to first token of each turn of a conversation over a long prefix, as agents and chats with a long history have.
 
 Every turn sends the whole history again: the prefix, what was asked and answered so far, and some new tokens. An engine
-for each threshold in turn, and one that keeps no KV, are asked the same through the real client; a turn's answer must be
-the same from all. `python -m tests.bench.bench_agent --keep` does it on the CPU, with bench_ttft's random model, and
-writes the result file; `python -m tests.bench.bench_agent --synthetic flash-next --prefix 8000` on a GPU in Flash-Next's
-geometry, with made-up weights.
+for each threshold in turn is asked the same through the real client, and must answer the same; and one that caches
+nothing, for comparison. `python -m tests.bench.bench_agent --keep` does it on the CPU, with bench_ttft's random model
+and writes the result file; `python -m tests.bench.bench_agent --synthetic flash-next --prefix 8000 --keep` on a GPU in
+Flash-Next's geometry, with made-up weights.
 """
 
 import argparse
@@ -114,11 +114,12 @@ def measure(name: str, flags: Sequence[str], all_talks: Sequence[Talk], stated: 
 
 def tables(arms: Sequence[Arm], sizes: Sizes, conditions: str) -> str:
     """The whole result file."""
-    about = f"""{sizes.layers} layers, E {sizes.experts}, K {sizes.experts_per_token}, H {sizes.hidden}, I {sizes.intermediate}."""
-    parts = ["# Time to first token over the turns of a conversation", conditions]
-    parts += [f"The model: {about}", _table(arms, _ttft_ms, _spread), "Prefill traffic, MB copied:"]
+    routed = f"E {sizes.experts}, K {sizes.experts_per_token}"
+    about = f"The model: {sizes.layers} layers, {routed}, H {sizes.hidden}, I {sizes.intermediate}."
+    parts = ["# Time to first token over the turns of a conversation", conditions, about]
+    parts += [_table(arms, _ttft_ms, _spread), "Prefill traffic, MB copied:"]
     parts += [
-        _table(arms, lambda answer: answer.copied_nbytes / 1e6, lambda values: f"{statistics.median(values):.0f}")
+        _table(arms, lambda answer: answer.copied_nbytes / 1e6, lambda values: f"{statistics.median(values):.1f}")
     ]
     return "\n\n".join([*parts, NOTES])
 
@@ -147,9 +148,9 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def answers_agree(arms: Sequence[Arm]) -> bool:
-    """Whether all arms that keep KV gave every turn of every conversation the same answer.
+    """Whether all arms with a cache gave every turn of every conversation the same answer.
 
-    The one that keeps none computes in larger chunks, which round otherwise in bfloat16.
+    The one that caches nothing computes larger chunks, which may round otherwise.
     """
     answers = [[[answer.answer for answer in turn] for turn in arm.turns] for arm in arms]
     return all(answer == answers[0] for answer in answers)
