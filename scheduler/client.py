@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
@@ -66,7 +67,7 @@ class Answer:
         self._iterated = False
 
     async def __aiter__(self) -> AsyncGenerator[Tokens, None]:
-        """The pieces of the answer, as they come."""
+        """The pieces of the answer, as they come; if there are several, `index` says of which."""
         if self._iterated:
             raise RuntimeError("an answer can be iterated once")
         self._iterated = True
@@ -92,8 +93,15 @@ class Answer:
                 self._client._abort_soon(self.request_id)
 
     async def text(self) -> str:
-        """The whole answer at once."""
-        return "".join([piece.text async for piece in self])
+        """The whole answer at once; the first, if several are asked for."""
+        return (await self.texts())[0]
+
+    async def texts(self) -> list[str]:
+        """All answers at once: [sampling.n]."""
+        texts: defaultdict[int, str] = defaultdict(str)
+        async for piece in self:
+            texts[piece.index] += piece.text
+        return [texts[i] for i in range(self._request.sampling.n)]
 
 
 class Client:

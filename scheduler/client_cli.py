@@ -5,6 +5,7 @@ import asyncio
 import io
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -29,19 +30,26 @@ class NotServing(SlotstreamError):
 class Screen:
     """Writes one answer after the other, as text or as one JSON object per event."""
 
-    def __init__(self, out: TextIO, as_json: bool) -> None:
+    def __init__(self, out: TextIO, as_json: bool, choices: int = 1) -> None:
+        """Of several `choices` the texts are written one below the other, once they are whole."""
         self._out = out
         self._json = as_json
+        self._choices = choices
 
     async def show(self, answer: Answer) -> str:
-        """Stream the answer and end with its figures; its text."""
-        text = ""
+        """Stream the answer and end with its figures; its text, the first if there are several."""
+        texts: defaultdict[int, str] = defaultdict(str)
         async for piece in answer:
-            text += piece.text
-            self._write(msgspec.json.encode(piece).decode() + "\n" if self._json else piece.text)
+            texts[piece.index] += piece.text
+            if self._json:
+                self._write(msgspec.json.encode(piece).decode() + "\n")
+            elif self._choices == 1:
+                self._write(piece.text)
+        if self._choices > 1 and not self._json:
+            self._write("\n".join(f"[{i}] {texts[i]}" for i in range(self._choices)))
         if answer.finished:
             self._write(self._ending(answer.finished))
-        return text
+        return texts[0]
 
     def _ending(self, finished: Finished) -> str:
         return msgspec.json.encode(finished).decode() + "\n" if self._json else f"\n{figures(finished)}\n"
@@ -54,8 +62,9 @@ class Screen:
 def figures(finished: Finished) -> str:
     """The figures of one answer in one line."""
     usage, timing = finished.usage, finished.timing
+    reasons = ", ".join(choice.reason for choice in finished.choices) or finished.reason
     return (
-        f"[{finished.reason}] {usage.prompt_tokens} prompt + {usage.new_tokens} new tokens, "
+        f"[{reasons}] {usage.prompt_tokens} prompt + {usage.new_tokens} new tokens, "
         f"{usage.cached_tokens} cached; "
         f"TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s * 1e3:.1f} ms; "
         f"chunks: {usage.demand_chunks} demand, {usage.streamed_chunks} streamed; "
@@ -79,7 +88,21 @@ def parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=defaults.top_p, help="nucleus sampling (default %(default)s: off)"
     )
     flags.add_argument("--top-k", type=int, default=defaults.top_k, help="draw among the k likeliest (default 0: off)")
+    flags.add_argument(
+        "--min-p",
+        type=float,
+        default=defaults.min_p,
+        help="leave out what is less likely than this share of the likeliest",
+    )
     flags.add_argument("--seed", type=int, help="makes a drawn answer repeatable")
+    _add_penalties(flags, defaults)
+    flags.add_argument("--n", type=int, default=defaults.n, help="answers to one prompt (default %(default)s)")
+    flags.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: each token's log-probability and those of the N likeliest",
+    )
     flags.add_argument("--stop", action="append", default=[], help="end before this text; may be given several times")
     flags.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     flags.add_argument("--json", action="store_true", help="print one JSON object per event")
@@ -89,10 +112,35 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
+def _add_penalties(flags: argparse.ArgumentParser, defaults: Sampling) -> None:
+    for name, effect in (
+        ("repetition", "divides the logits of tokens of prompt and answer"),
+        ("presence", "is taken off the logits of tokens of the answer"),
+        ("frequency", "is taken off the logits of tokens of the answer for each time they occur"),
+    ):
+        default = getattr(defaults, f"{name}_penalty")
+        help_text = f"{effect} (default {default}: off)"
+        flags.add_argument(f"--{name}-penalty", type=float, default=default, metavar="P", help=help_text)
+    flags.add_argument(
+        "--logit-bias",
+        action="append",
+        type=token_bias,
+        default=[],
+        metavar="ID=VALUE",
+        help="is added to the logit of a token id, -100 to 100; may be given several times",
+    )
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """`ID=VALUE`. ValueError if it is not."""
+    token, _, value = text.partition("=")
+    return int(token), float(value)
+
+
 def sampling_of(stated: argparse.Namespace) -> Sampling:
     """The sampling that the flags state."""
     fields: dict[str, Any] = {name: getattr(stated, name, None) for name in Sampling.__struct_fields__}
-    fields["stop_token_ids"] = []
+    fields |= {"stop_token_ids": [], "logit_bias": dict(stated.logit_bias)}
     return Sampling(**fields)
 
 
@@ -161,16 +209,22 @@ class Session:
 
 
 def run(stated: argparse.Namespace) -> None:
-    """Answer or chat as the flags say. OSError if the output cannot be written."""
+    """Answer or chat as the flags say. ConfigError for one that would be of no use; OSError if the output cannot be
+    written."""
+    if stated.logprobs is not None and not stated.json:
+        raise ConfigError("--logprobs needs --json: text has no place for them")
+    if stated.n > 1 and stated.prompt is None and sys.stdin.isatty():
+        raise ConfigError("--n needs a prompt: a chat goes on from one answer")
     if isinstance(sys.stdout, io.TextIOWrapper):
         encoding = "utf-8" if stated.json else None  # else a terminal's own, which shows what it can
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
-    screen = Screen(sys.stdout, stated.json)
+    sampling = sampling_of(stated)
+    screen = Screen(sys.stdout, stated.json, sampling.n)
     if isinstance(sys.stdin, io.TextIOWrapper):  # as in the command line; what is not UTF-8 is refused as a prompt
         encoding = None if sys.stdin.isatty() else "utf-8"  # a file's, where the system's default is another one too
         sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
     with asyncio.Runner(loop_factory=loop_factory(stated.event_loop)) as runner:
-        session = Session(runner, stated.endpoint, screen, sampling_of(stated))
+        session = Session(runner, stated.endpoint, screen, sampling)
         try:
             session.open()
             if stated.prompt is not None:

@@ -17,10 +17,18 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     """How the answer is drawn and where it ends.
 
-    temperature 0 is greedy; top_k 0 is off; seed None draws a fresh one for the request. The answer ends at an
-    end-of-sequence token (unless `ignore_eos`), at a token of `stop_token_ids`, before the first match of a string
-    of `stop`, or after `max_tokens` new tokens; None is 256 or what the prompt leaves of the model's length, whichever
-    is less. The token that ends an answer counts as a new token and is sent, but its text is not.
+    A token's logit first gets its `logit_bias` added (by token id). The repetition penalty, 1 if off, divides the
+    positive logits of tokens of prompt and answer and multiplies the negative ones; of tokens of the answer alone,
+    frequency_penalty is subtracted as often as they occur and presence_penalty once. Then temperature, 0 being greedy;
+    top_k, 0 if off; min_p, which leaves out what is less likely than that share of the likeliest; top_p of the rest.
+    seed None draws a fresh one for the request; the same seed draws the same answer, whatever else is served.
+
+    `logprobs` asks for the log-probability of each token and of so many likeliest ones, 0 included. Of `n` answers,
+    answer i is drawn by seed + i; if one fails, all do.
+
+    The answer ends at an end-of-sequence token (unless `ignore_eos`), at a token of `stop_token_ids`, before the first
+    match of a string of `stop`, or after `max_tokens` new tokens; None is 256 or what the prompt leaves of the model's
+    length, whichever is less. The token that ends an answer counts as a new token and is sent, but its text is not.
     """
 
     temperature: float = 0.0
@@ -31,6 +39,13 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    n: int = 1
 
 
 class Generate(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -71,8 +86,24 @@ class Accepted(Struct, frozen=True, tag=True):
     prompt_tokens: int
 
 
+class TokenLogprob(Struct, frozen=True):
+    """One token and the natural logarithm of its probability. `text` is that of the token alone, which for a part of a
+    character is U+FFFD, and empty if the model has no tokenizer."""
+
+    token_id: int
+    logprob: float
+    text: str
+
+
+class Logprobs(Struct, frozen=True):
+    """What the model said of one place: by its own logits, before bias, penalties and temperature."""
+
+    drawn: TokenLogprob
+    top: list[TokenLogprob]  # the likeliest ones, likeliest first
+
+
 class Tokens(Struct, frozen=True, tag=True):
-    """Not final: new tokens, in the order they were drawn.
+    """Not final: new tokens of one answer, in the order they were drawn.
 
     `text` holds whole characters only; the pieces concatenate to the answer. Text that may turn out to begin a stop
     string or an unfinished character comes later than its token, so either may be empty. Both are empty when a reply
@@ -81,6 +112,8 @@ class Tokens(Struct, frozen=True, tag=True):
 
     text: str
     token_ids: list[int]
+    index: int = 0  # of the answer, of `n` ones
+    logprobs: list[Logprobs] | None = None  # of each of token_ids, if they were asked for
 
 
 class Usage(Struct, frozen=True):
@@ -113,24 +146,41 @@ class Timing(Struct, frozen=True):
     total_s: float
 
 
-class Finished(Struct, frozen=True, tag=True):
-    """The answer is complete."""
+Reason = Literal["stop", "length", "abort"]
 
-    reason: Literal["stop", "length", "abort"]
+
+class Choice(Struct, frozen=True):
+    """How one of several answers ended."""
+
+    reason: Reason
     usage: Usage
     timing: Timing
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """The answer is complete.
+
+    If there are several, `choices` says how each ended. Then `usage` is their sum, but for the prompt, which counts
+    once, `timing` has the first start, first token and last end of any and the mean TPOT, and `reason` is "abort" or
+    else "length" if it is that of any.
+    """
+
+    reason: Reason
+    usage: Usage
+    timing: Timing
+    choices: list[Choice] = []
 
 
 class HealthReply(Struct, frozen=True, tag=True):
     """`phase` says why `ready` is false."""
 
     ready: bool
-    phase: Literal["loading", "ready", "draining", "dead"]
+    phase: Literal["loading", "ready", "draining", "restarting", "dead"]
     model: str
 
 
 class ModeCounters(Struct, frozen=True):
-    """Steps and expert traffic of one mode, over all workers. hits + misses = lookups.
+    """Steps and expert traffic of one mode. hits + misses = lookups.
 
     Of steps that succeeded: what a failed step copied is in its worker's own counters alone.
     """
@@ -142,12 +192,34 @@ class ModeCounters(Struct, frozen=True):
     copied_nbytes: int = 0
 
 
+class WorkerCounters(Struct, frozen=True):
+    """One worker's part of the counters since the start, those of the ones that had its place before included.
+
+    One that is not `alive` takes no requests, or none yet. `resident_slots` held an expert after its last step.
+    """
+
+    name: str
+    alive: bool
+    waiting: int
+    running: int
+    kv_pages_free: int
+    kv_pages_cached: int
+    kv_pages_total: int
+    resident_slots: int
+    decode: ModeCounters
+    demand: ModeCounters
+    streamed: ModeCounters
+
+
 class StatsReply(Struct, frozen=True, tag=True):
     """Counters since the start.
 
     An accepted request is `waiting` or `running` and ends in exactly one of `finished`, `failed` and `aborted`, counted
     with its last reply; `aborted` are also those whose client left before their end. `prompt_tokens` are those of
-    all accepted requests, `generated_tokens` those that were sent.
+    all accepted requests, `generated_tokens` those that were sent. `kv_pages_cached` are in the prefix cache, whether
+    requests use them or not; those neither free nor cached are running requests' own. `cached_tokens` were prompt
+    tokens not computed because their KV was cached, `preempted` counts each time that a request gave its pages back and
+    waited again.
     """
 
     waiting: int
@@ -158,11 +230,15 @@ class StatsReply(Struct, frozen=True, tag=True):
     prompt_tokens: int
     generated_tokens: int
     kv_pages_free: int
+    kv_pages_cached: int
     kv_pages_total: int
+    cached_tokens: int
+    preempted: int
     decode: ModeCounters
     demand: ModeCounters
     streamed: ModeCounters
     dropped_frames: int
+    workers: list[WorkerCounters]
 
 
 class Done(Struct, frozen=True, tag=True):

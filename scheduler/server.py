@@ -11,14 +11,16 @@ import zmq.asyncio
 from copyengine.wire.errors import RequestRefused
 from copyengine.wire.rpc import Call, RpcServer
 from scheduler import protocol
-from scheduler.core import total
+from scheduler.choices import Choices
+from scheduler.counters import stats_reply
 from scheduler.lane import Lane
-from scheduler.policy import least_loaded
+from scheduler.policy import route
 from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats, Tokens
 from scheduler.request import Ending, Request
+from scheduler.request_log import log_end
+from scheduler.step_sampling import step_sampling
 from scheduler.ticket import Service, Tally, Ticket
 from scheduler.validate import SEEDS, check_generate, check_prompt
-from worker.protocol import Sampling as StepSampling
 
 STOP_NOTICE_S = 0.5
 """Seconds that requests have to receive their last reply when the process stops."""
@@ -29,11 +31,13 @@ log = logging.getLogger(__name__)
 class SchedulerServer:
     """Serves protocol.Request. Refuses Generate with "not_ready" until `open` is called."""
 
-    def __init__(self, context: zmq.asyncio.Context, model: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, model: str, restarts: bool = False) -> None:
+        """`restarts`: somebody starts workers anew that die."""
         self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
             context, protocol.Request, self._handle, Failed
         )
         self._model = model
+        self._restarts = restarts
         self._service: Service | None = None
         self._draining = False
         self._sequences = itertools.count(1)
@@ -95,20 +99,25 @@ class SchedulerServer:
         ticket = self._tickets[key] = Ticket(lambda tokens: self._send(call, tokens))
         self._idle.clear()
         try:
-            request = await self._prepare(service, ticket, generate)
-            self._submit(service, ticket, request)
-            call.send(Accepted(request_id=request_id, prompt_tokens=request.prompt_tokens))
+            requests = await self._prepare(service, ticket, generate)
+            self._submit(service, ticket, requests)
+            call.send(Accepted(request_id=request_id, prompt_tokens=requests[0].prompt_tokens))
             return await ticket.outbox.end()
         finally:
             self._abort(ticket)
             self._tally.count(ticket)
+            if ticket.request:
+                log_end(request_id, ticket.request.prompt_tokens, ticket.outbox.final)
             del self._tickets[key]
             if not self._tickets:
                 self._idle.set()
 
-    async def _prepare(self, service: Service, ticket: Ticket, generate: Generate) -> Request:
-        """The checked request. Tokenising runs in a thread: a long prompt must not delay the others' tokens."""
-        check_generate(generate, service.text.has_text)
+    async def _prepare(self, service: Service, ticket: Ticket, generate: Generate) -> list[Request]:
+        """The checked requests, one for each answer.
+
+        Tokenising runs in a thread: a long prompt must not delay the others' tokens.
+        """
+        check_generate(generate, service.text.has_text, service.vocab_size)
         prompt = generate.token_ids
         if prompt is None:
             prompt = await asyncio.to_thread(service.text.encode, generate, service.max_model_len)
@@ -118,29 +127,40 @@ class SchedulerServer:
         if not sampling.ignore_eos:
             ending_tokens |= service.text.eos_token_ids
         seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed
-        return Request(
-            sequence=next(self._sequences),
-            prompt=prompt,
-            sampling=StepSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed),
-            ending=Ending(max_tokens, ending_tokens, tuple(sampling.stop)),
-            detokenizer=service.text.detokenizer(),
-            arrived_s=ticket.arrived_s,
-        )
+        return [
+            Request(
+                sequence=next(self._sequences),
+                prompt=prompt,
+                sampling=step_sampling(sampling, (seed + i) % SEEDS),
+                ending=Ending(max_tokens, ending_tokens, tuple(sampling.stop)),
+                detokenizer=service.text.detokenizer(),
+                arrived_s=ticket.arrived_s,
+            )
+            for i in range(sampling.n)
+        ]
 
-    def _submit(self, service: Service, ticket: Ticket, request: Request) -> None:
-        """Hand the request to the least loaded worker. RequestRefused if none lives or too many wait already."""
+    def _submit(self, service: Service, ticket: Ticket, requests: list[Request]) -> None:
+        """Hand them to the worker that suits them best. RequestRefused if none lives or too many wait already."""
+        request = requests[0]
         lanes = self._alive(service)
-        lane = lanes[least_loaded([lane.core.load for lane in lanes])]
+        cached = [lane.core.pages.reusable(request.tokens) for lane in lanes]
+        lane = lanes[route([lane.core.load for lane in lanes], cached)]
         waiting = sum(lane.core.waiting for lane in service.lanes)
         if waiting >= service.max_queued and lane.core.would_wait(request):
-            raise RequestRefused("queue_full", f"{waiting} requests wait already (--max-queued-requests)")
+            raise RequestRefused(
+                "queue_full", f"{waiting} requests wait already, --max-queued-requests is {service.max_queued}"
+            )
         ticket.request = request
         self._tally.prompt_tokens += request.prompt_tokens
         if ticket.aborted:
             _finish_aborted(ticket, request)
             return
         ticket.lane = lane
-        lane.submit(request, ticket.outbox)
+        if len(requests) > 1:
+            ticket.choices = Choices(lane, requests, ticket.outbox)
+            ticket.choices.start()
+        else:
+            lane.submit(request, ticket.outbox)
 
     def _send(self, call: Call[protocol.Request, protocol.Reply], tokens: Tokens) -> None:
         """PeerDied if the client is gone."""
@@ -152,7 +172,9 @@ class SchedulerServer:
         if ticket is None:
             return
         ticket.aborted = True
-        if ticket.lane and ticket.request and ticket.lane.abort(ticket.request):
+        if ticket.choices:
+            ticket.choices.abort()
+        elif ticket.lane and ticket.request and ticket.lane.abort(ticket.request):
             _finish_aborted(ticket, ticket.request)
 
     def _accepting(self) -> Service:
@@ -165,6 +187,9 @@ class SchedulerServer:
 
     def _alive(self, service: Service) -> list[Lane]:
         lanes = [lane for lane in service.lanes if lane.alive]
+        if not lanes and self._restarts:
+            names = ", ".join(lane.name for lane in service.lanes)
+            raise RequestRefused("not_ready", f"{names} restarting: {service.lanes[0].death}")
         if not lanes:
             raise RequestRefused("worker_failed", f"no worker lives: {service.lanes[0].death}")
         return lanes
@@ -172,7 +197,7 @@ class SchedulerServer:
     def _health(self) -> HealthReply:
         service = self._service
         if service is not None and not any(lane.alive for lane in service.lanes):
-            return HealthReply(ready=False, phase="dead", model=self._model)
+            return HealthReply(ready=False, phase="restarting" if self._restarts else "dead", model=self._model)
         if self._draining:
             return HealthReply(ready=False, phase="draining", model=self._model)
         if service is None:
@@ -180,23 +205,8 @@ class SchedulerServer:
         return HealthReply(ready=True, phase="ready", model=self._model)
 
     def _stats(self) -> protocol.StatsReply:
-        cores = [lane.core for lane in self._service.lanes] if self._service else []
-        tally = self._tally
-        return protocol.StatsReply(
-            waiting=sum(core.waiting for core in cores),
-            running=sum(core.running for core in cores),
-            finished=tally.finished,
-            failed=tally.failed,
-            aborted=tally.aborted,
-            prompt_tokens=tally.prompt_tokens,
-            generated_tokens=tally.generated_tokens,
-            kv_pages_free=sum(core.pages.free for core in cores),
-            kv_pages_total=sum(core.pages.total for core in cores),
-            decode=total([core.counters["decode"] for core in cores]),
-            demand=total([core.counters["demand"] for core in cores]),
-            streamed=total([core.counters["streamed"] for core in cores]),
-            dropped_frames=self._rpc.dropped_frames,
-        )
+        lanes = self._service.lanes if self._service else []
+        return stats_reply(lanes, self._tally, self._rpc.dropped_frames)
 
 
 def _finish_aborted(ticket: Ticket, request: Request) -> None:

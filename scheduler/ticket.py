@@ -7,6 +7,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from copyengine.wire.errors import PeerDied
+from scheduler.choices import Choices
 from scheduler.lane import Lane
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
@@ -82,6 +83,7 @@ class Ticket:
         self.arrived_s = time.monotonic()
         self.request: Request | None = None  # once it is accepted
         self.lane: Lane | None = None
+        self.choices: Choices | None = None  # if several answers are asked for: `request` is the first
 
 
 class Tally(Struct):

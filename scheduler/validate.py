@@ -1,18 +1,40 @@
 """What a Generate must satisfy. Pure; everything refused here is refused before it takes any room."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 from copyengine.wire.errors import RequestRefused
 from scheduler.protocol import Generate, Sampling
+from worker.protocol import MAX_LOGPROBS
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_CHOICES = 128
 SEEDS = 2**63
 
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, sys.float_info.max, "a number >= 0"),
+    "top_p": (math.ulp(0.0), 1, "in (0, 1]"),
+    "top_k": (0, SEEDS - 1, ">= 0 (0 is off)"),
+    "min_p": (0, 1, "in [0, 1]"),
+    "repetition_penalty": (0.01, 100, "in [0.01, 100]"),
+    "presence_penalty": (-2, 2, "in [-2, 2]"),
+    "frequency_penalty": (-2, 2, "in [-2, 2]"),
+    "seed": (0, SEEDS - 1, "in [0, 2**63)"),
+    "max_tokens": (1, SEEDS - 1, "at least 1"),
+    "logprobs": (0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+    "n": (1, MAX_CHOICES, f"in [1, {MAX_CHOICES}]"),
+}
+"""Least and largest value, and that in words. Those of the penalties are OpenAI's; a repetition penalty near 0 would
+turn a logit into infinity."""
 
-def check_generate(generate: Generate, has_text: bool) -> None:
+
+def check_generate(generate: Generate, has_text: bool, vocab_size: int) -> None:
     """Everything that can be said before the prompt is tokenised. RequestRefused names the field and the value."""
     stated = [name for name in ("prompt", "token_ids", "messages") if getattr(generate, name) is not None]
     if len(stated) != 1:
@@ -24,7 +46,7 @@ def check_generate(generate: Generate, has_text: bool) -> None:
         raise RequestRefused(
             "no_tokenizer", f"{wanted} needs a tokenizer, and this model's directory has no tokenizer.json"
         )
-    _check_sampling(generate.sampling)
+    _check_sampling(generate.sampling, vocab_size)
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max_model_len: int) -> int:
@@ -45,22 +67,32 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max
     return min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted
 
 
-def _check_sampling(sampling: Sampling) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise _invalid(f"temperature {sampling.temperature} must be a number >= 0")
-    if not 0 < sampling.top_p <= 1:
-        raise _invalid(f"top_p {sampling.top_p} must be in (0, 1]")
-    if not 0 <= sampling.top_k < SEEDS:
-        raise _invalid(f"top_k {sampling.top_k} must be >= 0 (0 is off)")
-    if sampling.seed is not None and not 0 <= sampling.seed < SEEDS:
-        raise _invalid(f"seed {sampling.seed} must be in [0, 2**63)")
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        raise _invalid(f"max_tokens {sampling.max_tokens} must be at least 1")
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    for name, (least, most, words) in _RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None and not least <= value <= most:  # so is NaN, which compares with nothing
+            raise _invalid(f"{name} {value} must be {words}")
+    _check_stops(sampling, vocab_size)
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise _invalid(f"logit_bias has {len(sampling.logit_bias)} entries, at most {MAX_BIASES} are allowed")
+    for token, bias in sampling.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise _invalid(f"logit_bias names token {token}, which is not in the vocabulary of {vocab_size}")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise _invalid(f"logit_bias[{token}] {bias} must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+
+
+def _check_stops(sampling: Sampling, vocab_size: int) -> None:
     if len(sampling.stop) > MAX_STOPS:
         raise _invalid(f"stop has {len(sampling.stop)} strings, at most {MAX_STOPS} are allowed")
     for i, stop in enumerate(sampling.stop):
         if not 0 < len(stop) <= MAX_STOP_CHARS:
             raise _invalid(f"stop[{i}] has {len(stop)} characters; 1 to {MAX_STOP_CHARS} are allowed")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _invalid(f"stop_token_ids has {len(sampling.stop_token_ids)} ids, at most {MAX_STOP_TOKENS} are allowed")
+    for i, token in enumerate(sampling.stop_token_ids):
+        if not 0 <= token < vocab_size:
+            raise _invalid(f"stop_token_ids[{i}] = {token} is not in the vocabulary of {vocab_size}")
 
 
 def _invalid(detail: str) -> RequestRefused:

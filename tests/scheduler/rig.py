@@ -25,6 +25,9 @@ from worker.protocol import (
     Done,
     ExpertStats,
     Failed,
+    LayerStats,
+    LayerStatsReply,
+    LayerTraffic,
     Load,
     Loaded,
     LoadProgress,
@@ -39,6 +42,11 @@ from worker.protocol import (
 RECORD_NBYTES = 1024
 EOS_TEXT = "<|end|>"
 CORPUS = ["the quick brown fox", "naïve café 🦊 日本語", "def f(x):\n\treturn x", "0123456789 +-*/", "aaaa bbbb"] * 3
+
+
+LAYER_STATS = LayerStatsReply(
+    LayerTraffic([3, 4], [1, 0]), LayerTraffic([0, 0], [2, 2]), LayerTraffic([0, 0], [0, 0]), [[1, 3], [2, 2]]
+)
 
 
 def next_token(token: int, vocab_size: int) -> int:
@@ -98,6 +106,8 @@ class FakeWorker:
                 return self.facts
             case RunStep() as step:
                 return await self._step(step)
+            case LayerStats():
+                return LAYER_STATS
             case Release(sequences=sequences):
                 self.released += sequences
                 return Done()
@@ -118,7 +128,7 @@ class FakeWorker:
         misses = len(step.sequences)
         stats = ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES)
         told = [_logprobs(s, token) for s, token in zip(step.sequences, tokens, strict=False)]
-        return StepDone(tokens, stats, told if any(told) else None)
+        return StepDone(tokens, stats, told if any(told) else None, resident=7)
 
 
 def _logprobs(sequence: SequenceStep, token: int) -> Logprobs | None:

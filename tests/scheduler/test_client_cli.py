@@ -194,10 +194,52 @@ def test_a_chat_on_a_terminal_survives_an_interrupted_answer(model: Path, event_
             Sampling(0.5, 0.9, 4, 5, 3, ["a", "b"]),
         ),
         (["--ignore-eos"], Sampling(ignore_eos=True)),
+        (
+            ["--min-p=.1", "--repetition-penalty=1.2", "--presence-penalty=.3", "--frequency-penalty=-.4", "--n=2"],
+            Sampling(min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.4, n=2),
+        ),
+        (
+            ["--logit-bias=5=-1.5", "--logit-bias=7=2", "--logprobs=0"],
+            Sampling(logit_bias={5: -1.5, 7: 2.0}, logprobs=0),
+        ),
     ],
 )
 def test_flags_state_the_sampling(flags: list[str], sampling: Sampling) -> None:
     assert sampling_of(parser().parse_args(flags)) == sampling
+
+
+@pytest.mark.parametrize("bias", ["5", "a=1", "5=", "5=x"])
+def test_a_bias_that_is_none_is_refused(bias: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--logit-bias={bias}"])
+    assert f"invalid token_bias value: '{bias}'" in capsys.readouterr().err
+
+
+def test_several_answers_come_one_below_the_other_and_as_json_by_index(model: Path) -> None:
+    """Against the tokenizer's one-shot decoding."""
+
+    async def main() -> None:
+        async with engine(model) as rig:
+            flags = ["a fox", "--n", "2", "--max-tokens", "9", "--ignore-eos"]
+            text = wanted(model, "a fox", 9)
+            done = await ask(rig.endpoint, *flags)
+            assert done.stdout.startswith(f"[0] {text}\n[1] {text}\n[length, length] ")
+            done = await ask(rig.endpoint, *flags, "--json", "--logprobs", "1")
+            *pieces, last = [json.loads(line) for line in done.stdout.splitlines()]
+            for index in range(2):
+                mine = [piece for piece in pieces if piece["index"] == index]
+                assert "".join(piece["text"] for piece in mine) == text
+                assert sum(len(piece["logprobs"]) for piece in mine) == 9
+            assert [choice["reason"] for choice in last["choices"]] == ["length"] * 2
+
+    on_loop("selector", main)
+
+
+def test_log_probabilities_without_json_are_refused() -> None:
+    """They would be shown nowhere."""
+    done = subprocess.run([*COMMAND, "hi", "--logprobs", "3"], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (EXIT_CONFIG, "")
+    assert done.stderr == "error: --logprobs needs --json: text has no place for them\n"
 
 
 def test_the_line_of_figures() -> None:

@@ -10,6 +10,7 @@ from scheduler.protocol import Generate, Message, Sampling
 from scheduler.validate import check_generate, check_prompt
 
 HI = [Message("user", "hi")]
+VOCAB = 100
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ HI = [Message("user", "hi")]
 )
 def test_exactly_one_prompt_that_is_not_empty(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestRefused, match=named) as refused:
-        check_generate(Generate(**fields), has_text=True)
+        check_generate(Generate(**fields), True, VOCAB)
     assert refused.value.code == "invalid_request"
 
 
@@ -45,6 +46,30 @@ BAD: list[tuple[str, Any]] = [
     ("stop", [""]),
     ("stop", ["a" * 1025]),
     ("stop", ["a"] * 65),
+    ("stop_token_ids", [3, VOCAB]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [1] * 1025),
+    ("min_p", -0.01),
+    ("min_p", 1.01),
+    ("min_p", math.nan),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 0.009),
+    ("repetition_penalty", 100.1),
+    ("repetition_penalty", math.nan),
+    ("presence_penalty", -2.01),
+    ("presence_penalty", 2.01),
+    ("presence_penalty", math.nan),
+    ("frequency_penalty", -2.01),
+    ("frequency_penalty", math.inf),
+    ("logit_bias", {VOCAB: 1.0}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {2: 100.5}),
+    ("logit_bias", {2: math.nan}),
+    ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("n", 0),
+    ("n", 129),
 ]
 GOOD: list[tuple[str, Any]] = [
     ("temperature", 0.0),
@@ -56,19 +81,50 @@ GOOD: list[tuple[str, Any]] = [
     ("seed", 2**63 - 1),
     ("max_tokens", 1),
     ("stop", ["a" * 1024] * 64),
+    ("stop_token_ids", [0, VOCAB - 1] * 512),
+    ("min_p", 0.0),
+    ("min_p", 1.0),
+    ("repetition_penalty", 0.01),
+    ("repetition_penalty", 100.0),
+    ("presence_penalty", -2.0),
+    ("presence_penalty", 2.0),
+    ("frequency_penalty", -2.0),
+    ("frequency_penalty", 2.0),
+    ("logit_bias", {0: -100.0, VOCAB - 1: 100.0}),
+    ("logprobs", 0),
+    ("logprobs", 20),
+    ("n", 1),
+    ("n", 128),
 ]
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(RequestRefused, match=field) as refused:
-        check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), has_text=True)
+        check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), True, VOCAB)
     assert refused.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("min_p", 1.5, "min_p 1.5 must be in [0, 1]"),
+        ("presence_penalty", math.nan, "presence_penalty nan must be in [-2, 2]"),
+        ("n", 129, "n 129 must be in [1, 128]"),
+        ("logit_bias", {7: 101.0}, "logit_bias[7] 101.0 must be in [-100, 100]"),
+        ("logit_bias", {100: 1.0}, "logit_bias names token 100, which is not in the vocabulary of 100"),
+        ("stop_token_ids", [1, 200], "stop_token_ids[1] = 200 is not in the vocabulary of 100"),
+    ],
+)
+def test_a_refusal_names_field_value_and_bound(field: str, value: Any, said: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), True, VOCAB)
+    assert refused.value.detail == said
 
 
 @pytest.mark.parametrize(("field", "value"), GOOD)
 def test_the_edges_of_each_range_are_accepted(field: str, value: Any) -> None:
-    check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), has_text=True)
+    check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), True, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +132,9 @@ def test_the_edges_of_each_range_are_accepted(field: str, value: Any) -> None:
 )
 def test_without_a_tokenizer_only_token_ids_are_served(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused) as refused:
-        check_generate(Generate(**fields), has_text=False)
+        check_generate(Generate(**fields), False, VOCAB)
     assert refused.value.code == "no_tokenizer"
-    check_generate(Generate(token_ids=[1]), has_text=False)
+    check_generate(Generate(token_ids=[1]), False, VOCAB)
 
 
 @pytest.mark.parametrize("token", [-1, 100, 2**40])
