@@ -204,7 +204,11 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def engine(
-    directory: Path, workers: int = 1, facts: dict[str, Any] | None = None, **settings: Any
+    directory: Path,
+    workers: int = 1,
+    facts: dict[str, Any] | None = None,
+    at: str = "tcp://127.0.0.1:0",
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running scheduler for the model in `directory`."""
     context = zmq.asyncio.Context()
@@ -213,7 +217,7 @@ async def engine(
     fakes = [FakeWorker(context, vocab_size, **(facts or {})) for _ in range(workers)]
     config = SchedulerConfig(model=str(directory), workers=",".join(f.endpoint for f in fakes), port=0, **settings)
     server = SchedulerServer(context, model_name(config))
-    endpoint = server.bind("tcp://127.0.0.1:0")
+    endpoint = server.bind(at)
     serving = asyncio.create_task(server.serve())
     seen: list[Progress] = []
     try:
