@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from scheduler.client import Client
@@ -34,6 +35,7 @@ TURN_TOKENS = 50
 NEW_TOKENS = 16
 REPEATS = 3
 THRESHOLDS = (0, 256, 512)
+MAX_POSITION = 16_384
 
 NOTES = """TTFT in ms, as the client sees it: medians over the conversations, the range in brackets, one conversation
 before them thrown away. MB copied are the prefill's alone, medians. Turn 1 computes the prefix; a later one computes
@@ -95,7 +97,7 @@ def model(stated: argparse.Namespace) -> Iterator[tuple[Sizes, list[str]]]:
             slots = stated.slots or (sizes.experts if stated.small else FLASH_NEXT_SLOTS)
             flags += ["--load-format", "dummy", "--device", device]
         else:
-            sizes, slots = SIZES, stated.slots or SLOTS
+            sizes, slots = replace(SIZES, max_position=MAX_POSITION), stated.slots or SLOTS
             write_random_model(Path(directory), sizes)
         yield sizes, [*flags, "--slots", str(slots), *stated.flag]
 
