@@ -17,8 +17,8 @@ from worker.protocol import MAX_LOGPROBS, Changes, Logprobs, RunStep, Sampling
 from worker.step_inputs import StepArrays, copies, settings_of
 
 T = TypeVar("T")
-BLOCK_ROWS = 8
-"""Rows that are taken at once: what is made of them takes some 40 bytes per row and token of the vocabulary."""
+BLOCK_ROWS = 4
+"""Rows that are taken at once: what is made of them takes some 50 bytes per row and token of the vocabulary."""
 
 
 class Drawn(NamedTuple):

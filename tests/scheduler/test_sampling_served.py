@@ -85,3 +85,27 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Path, after: 
             assert await answer(prompt) == expected(prompt, 12, vocab_size)
 
     on_loop("selector", main)
+
+
+def test_a_preempted_request_keeps_its_counts(model: Path) -> None:
+    """Two answers that fit into 6 pages one by one, but not together: each step counts the answer before it."""
+
+    async def main() -> None:
+        async with engine(model, facts={"kv_tokens": 96}) as rig, rig.client() as client:
+            prompts = {20: [9, 20], 30: [9, 30]}
+
+            async def answer(ids: list[int]) -> list[int]:
+                sampling = Sampling(max_tokens=80, ignore_eos=True, frequency_penalty=0.5)
+                return [t async for p in client.generate(token_ids=ids, sampling=sampling) for t in p.token_ids]
+
+            answers = dict(zip(prompts, await asyncio.gather(*map(answer, prompts.values())), strict=True))
+            assert (await client.stats()).preempted > 0
+            whose = {s.sequence: s.tokens[1] for step in rig.worker.steps for s in step.sequences if s.tokens[0] == 9}
+            for sequence in [s for step in rig.worker.steps for s in step.sequences if s.sample]:
+                assert sequence.sample and sequence.sample.changes
+                told = sequence.sample.changes
+                counts = dict(zip(array("i", told.seen), array("i", told.counts), strict=True))
+                before = sequence.start + len(sequence.tokens) - 2
+                assert counts == Counter(answers[whose[sequence.sequence]][:before])
+
+    on_loop("selector", main)
