@@ -94,6 +94,11 @@ def terminate(self: "subprocess.Popen[Any]") -> None:
         _kill(self.pid, _HARD)
 
 
+def raise_signal(number: int) -> None:
+    """To the process: the calling thread is kept from signals here, and on Windows is not."""
+    _kill(os.getpid(), number)
+
+
 def keep_signals_from_main_thread() -> None:
     """Another thread takes them, so that none interrupts a wait of the main thread, and Python's handlers run after it.
 
@@ -124,4 +129,5 @@ socket.socket.__init__ = open_socket  # type: ignore[method-assign]
 selectors.DefaultSelector = SocketSelector  # type: ignore[misc,assignment]
 socket.socketpair = socketpair  # type: ignore[assignment]
 os.kill = kill
+signal.raise_signal = raise_signal
 subprocess.Popen.kill = subprocess.Popen.terminate = terminate  # type: ignore[method-assign]
