@@ -255,7 +255,9 @@ def test_one_more_than_may_wait_is_refused(model: Path, event_loop: str) -> None
             rig.worker.gate.clear()
             asked = [asyncio.create_task(collect(client, token_ids=[5], sampling=sampling(1))) for _ in range(3)]
             await rig.settled(running=3)
-            assert (await refusal(client, token_ids=[5], sampling=sampling(1))).code == "queue_full"
+            refused = await refusal(client, token_ids=[5], sampling=sampling(1))
+            assert refused.code == "queue_full"
+            assert refused.detail == "2 requests wait already, --max-queued-requests is 2"
             rig.worker.gate.set()
             assert [ids for _, ids, _ in await asyncio.gather(*asked)] == [[6]] * 3
 
