@@ -8,7 +8,7 @@ import torch
 from kernels.sampling import sample
 from worker.drawing import BLOCK_ROWS, Drawn, extras_of, read_logprobs, with_extras
 from worker.protocol import MAX_LOGPROBS, Changes, ExpertStats, Logprobs, RunStep, Sampling, SequenceStep, StepDone
-from worker.step_inputs import StepInputs, on_device, step_arrays
+from worker.step_inputs import StepInputs, on_device, pack, packed_nbytes, step_arrays, views
 
 VOCAB = 60
 CPU = torch.device("cpu")
@@ -129,6 +129,19 @@ def test_a_row_without_finite_logits_has_no_token_whatever_is_changed() -> None:
     assert sorted(told) == [1, 3, 4] and told[4].drawn == pytest.approx(
         float(torch.log_softmax(logits[4].double(), dim=0)[tokens[4]])
     )
+
+
+def test_what_rows_want_travels_in_one_copy() -> None:
+    """Against the arrays before they were packed as for a device; many are empty."""
+    step = step_of([*kinds(3), Sampling(changes=Changes(presence=1.0))])
+    extras = extras_of(step, step_arrays(step, 1))
+    assert extras
+    arrays = [array for block in extras.changed for array in block]
+    packed = torch.full((packed_nbytes(arrays),), 0xFF, dtype=torch.uint8)
+    pack(arrays, packed)
+    for tensor, array in zip(views(packed, arrays), arrays, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
+        assert not tensor.numel() or tensor.data_ptr() % 64 == packed.data_ptr() % 64
 
 
 def test_a_vocabulary_smaller_than_what_is_asked_for() -> None:

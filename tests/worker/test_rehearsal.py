@@ -1,11 +1,17 @@
 """What is rehearsed, against every number of tokens there is."""
 
 import pytest
+import torch
 
+from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, RopeSpec
 from kernels.formats import layout
 from kernels.grouped_gemm import variant
-from worker.drawing import BLOCK_ROWS
-from worker.rehearsal import extras_of_a_block, kernels_of, sizes_to_rehearse
+from tests.worker.random_weights import random_weights
+from worker.backend import Rehearsal
+from worker.drawing import BLOCK_ROWS, Drawn, Extras, with_extras
+from worker.kv import KvCache
+from worker.model import build_model
+from worker.rehearsal import extras_of_a_block, kernels_of, rehearse, sizes_to_rehearse
 
 
 @pytest.mark.parametrize(("experts", "k", "expert_format"), [(512, 10, "nvfp4"), (64, 8, "bfloat16"), (8, 2, "nvfp4")])
@@ -30,3 +36,19 @@ def test_all_that_a_row_can_want_is_rehearsed(rows: int) -> None:
     extras = extras_of_a_block(rows)
     assert len(extras.changed) == 1 and all(len(array) >= rows for array in extras.changed[0])
     assert len(extras.told) == rows
+
+
+def test_blocks_of_every_size_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a dense model, which needs no slots: it has its KV to write to, and rows want everything."""
+    seen = []
+
+    def seeing(drawn: Drawn, extras: Extras) -> torch.Tensor:
+        seen.append((len(drawn.tokens), drawn.logits.shape[1]))
+        return with_extras(drawn, extras)
+
+    monkeypatch.setattr("worker.rehearsal.with_extras", seeing)
+    layer = LayerSpec(GqaSpec(4, 2, 8, False, True, RopeSpec(1e4)), DenseSpec(16))
+    spec = ModelSpec("Qwen3ForCausalLM", 50, 32, 1e-6, 64, True, "float32", (layer, layer))
+    kv = KvCache(spec, 2, 4, torch.float32, torch.device("cpu"))
+    rehearse(Rehearsal(spec, build_model(spec, random_weights(spec), kv, None), kv, None, 0, 8, 2))
+    assert seen == [(rows, 50) for rows in range(1, BLOCK_ROWS + 1)]
