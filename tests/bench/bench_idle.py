@@ -25,10 +25,9 @@ from tests.e2e.engine import Engine
 IDLE_S = 20.0
 MARK_PERCENT = 5.0
 PROMPT_TOKENS, NEW_TOKENS = 16, 8
-WARM_UP, BEFORE = 5, 10
+WARM_UP = 5
 """Answers."""
-RESTS = 5
-"""Of REST_S each, an answer after each: as many first tokens after a rest."""
+RESTS = 8
 REST_S = 4.0
 READY_S = 600.0
 
@@ -39,8 +38,8 @@ class Idle:
 
     wall_s: float
     busy_s: dict[str, float]
-    before_s: list[float]
-    after_s: list[float]
+    rested_s: list[float]  # the first after a rest
+    unrested_s: list[float]  # right after another answer
 
     @property
     def percent(self) -> float:
@@ -73,22 +72,26 @@ async def first_token_s(client: Client, question: Question) -> float:
 
 
 async def measure(engine: Engine, vocab_size: int) -> Idle:
-    """Answers, then a rest without a client, then answers with a rest before each."""
-    asked = prompts([PROMPT_TOKENS], WARM_UP + BEFORE + RESTS + 1, vocab_size)
-    async with Client(engine.endpoint) as client:
-        before = [await first_token_s(client, question) for question in asked[: WARM_UP + BEFORE]][WARM_UP:]
+    """A rest without a client; then short rests with two answers behind each, of which the second did not rest.
+
+    In turns, so that whatever else the machine does hits both.
+    """
+    asked = iter(prompts([PROMPT_TOKENS], WARM_UP + 2 * (RESTS + 1), vocab_size))
     found = processes(engine)
+    async with Client(engine.endpoint) as client:
+        for _ in range(WARM_UP):
+            await first_token_s(client, next(asked))
     await asyncio.sleep(1.0)
     start_s, then = time.perf_counter(), busy_s(found)
     await asyncio.sleep(IDLE_S)
     now, wall_s = busy_s(found), time.perf_counter() - start_s
+    rested, busy = list[float](), list[float]()
     async with Client(engine.endpoint) as client:
-        await client.health()  # so that connecting is not measured, as it was not before
-        after = [await first_token_s(client, asked[WARM_UP + BEFORE])]
-        for question in asked[WARM_UP + BEFORE + 1 :]:
-            await asyncio.sleep(REST_S)
-            after.append(await first_token_s(client, question))
-    return Idle(wall_s, {name: now[name] - then[name] for name in now}, before, after)
+        for turn in range(RESTS + 1):
+            await asyncio.sleep(REST_S if turn else 0.0)
+            rested.append(await first_token_s(client, next(asked)))
+            busy.append(await first_token_s(client, next(asked)))
+    return Idle(wall_s, {name: now[name] - then[name] for name in now}, rested, busy)
 
 
 def text_of(found: Idle) -> str:
@@ -102,15 +105,14 @@ def text_of(found: Idle) -> str:
             f"{1e3 * statistics.median(times):.1f}",
             f"{1e3 * min(times):.1f}-{1e3 * max(times):.1f}",
         ]
-        for name, times in (("before", found.before_s), ("after", found.after_s))
+        for name, times in (("after a rest", found.rested_s), ("without", found.unrested_s))
     ]
     return "\n\n".join(
         (
             report.table([f"process, idle for {found.wall_s:.0f} s", "% of one core"], shares),
             report.table(["first token", "answers", "median ms", "range ms"], first),
-            f"Answers one after the other to {PROMPT_TOKENS} random tokens, {NEW_TOKENS} new ones each; after: the first "
-            f"one after the {IDLE_S:.0f} s,\n"
-            f"and {RESTS} with a rest of {REST_S:.0f} s before each.",
+            f"Answers of {NEW_TOKENS} tokens to {PROMPT_TOKENS} random ones. The rests: the {IDLE_S:.0f} s, then\n"
+            f"{RESTS} of {REST_S:.0f} s; after each, one answer that follows the rest and one that follows the answer.",
         )
     )
 
