@@ -33,8 +33,19 @@ def settings(count: int, generator: torch.Generator) -> RowSampling:
     )
 
 
+def cut_settings(repeats: int) -> RowSampling:
+    """Hot rows of each combination with min_p, whose shares of the mass all draws must respect."""
+    cuts = [(0, 1.0, 0.3), (0, 0.313, 0.01), (3, 1.0, 0.05), (12, 0.813, 0.2)] * repeats
+    k, p, least = torch.tensor(cuts, dtype=torch.float64).unbind(1)
+    index = torch.arange(len(cuts))
+    return RowSampling(torch.full_like(p, 3.0), k.to(torch.int64), p, least, index, index)
+
+
 if __name__ == "__main__":
-    for vocab in (1, 2, 16, 17, 100, 300):
+    rows = cut_settings(8)
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).mul(4).round().expand(32, -1)
+    assert torch.equal(tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM), reference(logits, rows))
+    for vocab in (1, 16, 17, 100, 300):
         generator = torch.Generator().manual_seed(vocab)
         logits = torch.randn(18, vocab, generator=generator) * 4
         logits[5:10] = logits[5:10].round()  # ties
