@@ -7,6 +7,7 @@ a token with the model's time taken out; `hop`, how mini-sglang passes a token o
 
 import argparse
 import asyncio
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -169,6 +170,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("flags", nargs="*", help="for launch.py")
     stated = parser.parse_args(argv)
     names = list(PARTS) if stated.part == "all" else [stated.part]
+    needed = ["msgpack"] * ("hop" in names) + ["matplotlib"] * (stated.keep and "load" in names)
+    for package in needed:  # before minutes of measuring
+        importlib.import_module(package)
     text = "\n\n".join(("# Load", report.conditions(), *(PARTS[name](stated) for name in names)))
     print(text)
     if stated.keep:
