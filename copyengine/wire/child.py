@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from copyengine.wire.lifecycle import STOP_GRACE_S, Event, parse_event
+from copyengine.wire.lifecycle import STOP_GRACE_S, Event, Peer, order_line, parse_event
 
 
 class Said(Struct, frozen=True):
@@ -78,7 +78,11 @@ class Child:
 
     def drain(self) -> None:
         """Ask it to finish what runs and take nothing new."""
-        self._tell(b"drain\n")
+        self._tell(order_line("drain"))
+
+    def introduce(self, peer: Peer) -> None:
+        """Tell it that a process it works with was started anew."""
+        self._tell(order_line(peer))
 
     def ask_to_stop(self) -> None:
         """Close its standard input: it stops at once."""

@@ -2,15 +2,16 @@
 
 A child writes one JSON line per event to standard output: `Listening` once its socket is bound, any number of
 `Progress`, then `Ready` or `StartFailed`. The parent holds the child's standard input: the line `drain` asks it to
-finish what runs and take nothing new; end of file, which a killed parent causes too, asks it to stop at once. Pipes
-work the same on every platform and need no signals.
+finish what runs and take nothing new, the line `peer NAME ENDPOINT` says that a process it works with was started anew,
+which it answers with `Joined` or `PeerLost`; end of file, which a killed parent causes too, asks it to stop at once.
+Pipes work the same on every platform and need no signals.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,12 @@ from msgspec import Struct
 
 EXIT_CONFIG = 2
 """Exit code of a refused start."""
+
+EXIT_PEER = 3
+"""Exit code of a process that ends because one that it needs is gone or silent."""
+
+LINE_NBYTES = 4096
+"""A longer line on standard input is no order."""
 
 STOP_GRACE_S = 5.0
 """Seconds a process may take to end after its parent is gone before it ends itself the hard way."""
@@ -44,13 +51,29 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class StartFailed(Struct, frozen=True, tag=True):
-    """The start was refused (`code` "config") or failed; the process exits after this line."""
+    """The start was refused (`code` "config") or failed, or a process that served cannot go on; it exits after this."""
 
     code: str
     detail: str
 
 
-Event = Listening | Progress | Ready | StartFailed
+class Joined(Struct, frozen=True, tag=True):
+    """The process works with `peer` at `endpoint`, which it was told of while it ran."""
+
+    peer: str
+    endpoint: str
+
+
+class PeerLost(Struct, frozen=True, tag=True):
+    """The process cannot work, or cannot go on working, with `peer` at `endpoint`; it does so with the others."""
+
+    peer: str
+    endpoint: str
+    code: str
+    detail: str
+
+
+Event = Listening | Progress | Ready | StartFailed | Joined | PeerLost
 _decoder = msgspec.json.Decoder(Event)
 
 
@@ -71,8 +94,33 @@ def parse_event(line: bytes) -> Event | None:
         return None
 
 
-def watch_parent(on_command: Callable[[Literal["drain", "stop"]], None]) -> None:
-    """Call `on_command` from a thread for each command of the parent's, "stop" last.
+class Peer(Struct, frozen=True):
+    """Process `name` was started anew and listens on `endpoint`."""
+
+    name: str
+    endpoint: str
+
+
+Order = Literal["drain", "stop"] | Peer
+
+
+def order_line(order: Literal["drain"] | Peer) -> bytes:
+    """What the parent writes into a child's standard input. There is none for "stop", which is the end of file."""
+    return f"peer {order.name} {order.endpoint}\n".encode() if isinstance(order, Peer) else b"drain\n"
+
+
+def parse_order(line: bytes) -> Literal["drain"] | Peer | None:
+    """The order in one line of standard input; None for a line that is none."""
+    match line.split():
+        case [b"drain"]:
+            return "drain"
+        case [b"peer", name, endpoint] if name.isascii() and endpoint.isascii():
+            return Peer(name.decode(), endpoint.decode())
+    return None
+
+
+def watch_parent(on_order: Callable[[Order], None]) -> None:
+    """Call `on_order` from a thread for each order of the parent's, "stop" last.
 
     Interrupt signals are the parent's to handle, so they are ignored from here on. If the process still lives
     STOP_GRACE_S after the stop, it is ended with exit code 1.
@@ -80,14 +128,28 @@ def watch_parent(on_command: Callable[[Literal["drain", "stop"]], None]) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        stdin, unread = sys.stdin.fileno(), b""
-        while data := os.read(stdin, 4096):  # not sys.stdin.buffer: an exit while a thread is inside it aborts Python
-            *lines, unread = (unread + data).split(b"\n")
-            for line in lines:
-                if line.strip() == b"drain":
-                    on_command("drain")
-        on_command("stop")
+        for line in _lines(sys.stdin.fileno()):
+            order = parse_order(line)
+            if order is not None:
+                on_order(order)
+        on_order("stop")
         threading.Event().wait(STOP_GRACE_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _lines(file: int) -> Iterator[bytes]:
+    """The complete lines of `file`, but for those of more than LINE_NBYTES.
+
+    Not of sys.stdin.buffer: an exit while a thread is inside it aborts Python.
+    """
+    unread, too_long = b"", False
+    while data := os.read(file, LINE_NBYTES):
+        *lines, unread = (unread + data).split(b"\n")
+        for line in lines:
+            if not too_long and len(line) <= LINE_NBYTES:
+                yield line
+            too_long = False
+        if len(unread) > LINE_NBYTES:
+            unread, too_long = b"", True

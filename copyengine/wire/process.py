@@ -6,10 +6,10 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal
+from typing import Any
 
 from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
-from copyengine.wire.lifecycle import EXIT_CONFIG, StartFailed, announce, watch_parent
+from copyengine.wire.lifecycle import EXIT_CONFIG, Order, Peer, StartFailed, announce, watch_parent
 from copyengine.wire.loop import EventLoop, loop_factory
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ class Orders:
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.stop = asyncio.Event()
+        self.peers: asyncio.Queue[Peer] = asyncio.Queue()  # that were started anew
         self._loop = asyncio.get_running_loop()
 
     def listen(self, parent_pipe: bool) -> None:
@@ -31,10 +32,18 @@ class Orders:
         else:
             signal.signal(signal.SIGINT, lambda *_: self._give("stop"))
 
-    def _give(self, order: Literal["drain", "stop"]) -> None:
-        event = self.drain if order == "drain" else self.stop
+    def _give(self, order: Order) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending anyway
-            self._loop.call_soon_threadsafe(event.set)
+            self._loop.call_soon_threadsafe(self._take, order)
+
+    def _take(self, order: Order) -> None:
+        match order:
+            case "drain":
+                self.drain.set()
+            case "stop":
+                self.stop.set()
+            case peer:
+                self.peers.put_nowait(peer)
 
 
 def run_process(

@@ -282,15 +282,19 @@ class RpcClient(Generic[Req, Rep]):
             del self._calls[number]
 
     async def close(self) -> None:
-        """End all calls with PeerDied and close the socket."""
+        """End all calls with PeerDied and close the socket, also if this is cancelled. No-op the second time."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all("the connection was closed")
-        self._close_sockets()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._fail_all("the connection was closed")
+            self._close_sockets()
 
     def _close_sockets(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()

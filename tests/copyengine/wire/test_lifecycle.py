@@ -3,16 +3,33 @@
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from copyengine.wire.lifecycle import Event, Listening, Progress, Ready, StartFailed, parse_event
+from copyengine.wire.lifecycle import (
+    LINE_NBYTES,
+    Event,
+    Joined,
+    Listening,
+    Order,
+    Peer,
+    PeerLost,
+    Progress,
+    Ready,
+    StartFailed,
+    order_line,
+    parse_event,
+    parse_order,
+)
 
 EVENTS: list[Event] = [
     Listening("tcp://127.0.0.1:1"),
     Progress("experts", 1, 2**40),
     Ready({"slots": 3, "share": 0.5, "thread": True, "name": "a\nb"}),
     StartFailed("config", "--slots 0: too few\nsecond line, ümlaut"),
+    Joined("worker1", "tcp://127.0.0.1:2"),
+    PeerLost("worker1", "tcp://127.0.0.1:2", "peer_timeout", "a step took too long"),
 ]
 
 ANNOUNCE = """
@@ -62,6 +79,49 @@ def test_announcing_to_nobody_is_no_error() -> None:
     process.stdin.write(b'{"type":"Listening","endpoint":"x"}\n' * 3)
     process.stdin.close()
     assert process.wait(30) in (0, 120)  # 120: Python's own last flush met the closed pipe
+
+
+ORDERS: list[tuple[bytes, Order | None]] = [
+    (b"drain", "drain"),
+    (b" drain \r", "drain"),
+    (b"peer worker1 tcp://127.0.0.1:5801", Peer("worker1", "tcp://127.0.0.1:5801")),
+    (b"", None),
+    (b"stop", None),
+    (b"drain now", None),
+    (b"peer", None),
+    (b"peer worker1", None),
+    (b"peer worker1 tcp://127.0.0.1:1 more", None),
+    (b"peer w\xfcrker tcp://127.0.0.1:1", None),
+    (b"\x00\xff", None),
+]
+
+
+@pytest.mark.parametrize(("line", "order"), ORDERS)
+def test_a_line_is_an_order_or_nothing(line: bytes, order: Order | None) -> None:
+    assert parse_order(line) == order
+
+
+@pytest.mark.parametrize("order", ["drain", Peer("worker0", "tcp://127.0.0.1:65535")])
+def test_an_order_comes_back_from_its_line(order: Any) -> None:
+    assert parse_order(order_line(order).removesuffix(b"\n")) == order
+
+
+def test_orders_come_through_whatever_is_between_them() -> None:
+    """In pieces, behind junk, and behind a line that is too long, of which the end looks like an order."""
+    process = child(WATCH.format(stubborn=False))
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"watching\n"
+    for piece in (b"\xff\npeer worker0 tcp://12", b"7.0.0.1:1\npe", b"er a b\n", b"x" * (LINE_NBYTES + 1), b" drain\n"):
+        process.stdin.write(piece)
+        process.stdin.flush()
+    process.stdin.write(b"x" * 3 * LINE_NBYTES + b"\ndrain\n")
+    stdout, _ = process.communicate(timeout=30)
+    assert stdout.splitlines() == [
+        b"Peer(name='worker0', endpoint='tcp://127.0.0.1:1')",
+        b"Peer(name='a', endpoint='b')",
+        b"drain",
+        b"stop",
+    ]
 
 
 def test_drain_then_stop() -> None:
