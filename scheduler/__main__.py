@@ -11,16 +11,20 @@ from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Listening, Ready, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.process import Orders, refuse, run_process
+from scheduler.collected_stats import collecting
 from scheduler.config import SchedulerConfig
 from scheduler.lane import running
+from scheduler.preflight import check_stats_file, listen_endpoint
+from scheduler.rejoin import Rejoiner
 from scheduler.server import SchedulerServer
-from scheduler.startup import build_service, close_all, listen_endpoint, load_workers, model_name, ready_facts
+from scheduler.startup import build_service, close_all, load_workers, model_name, ready_facts
 
 
 async def serve(config: SchedulerConfig, orders: Orders) -> int:
     """Serve until drained; cancelling it stops at once. The exit code. ConfigError if the start is refused."""
+    check_stats_file(config)
     context = zmq.asyncio.Context()
-    server = SchedulerServer(context, model_name(config))
+    server = SchedulerServer(context, model_name(config), restarts=config.parent_pipe)
     listening: asyncio.Task[None] | None = None
     try:
         endpoint = server.bind(listen_endpoint(config))
@@ -40,18 +44,30 @@ async def _load_and_serve(
     workers, loaded = await load_workers(context, config, announce)
     try:
         service = build_service(config, workers, loaded)
-        async with running(service.lanes) as collapse:
+    except BaseException:
+        await close_all(workers)
+        raise
+    try:
+        async with (
+            running(service.lanes) as collapse,
+            collecting(config.collect_stats, model_name(config), lambda: [lane.worker for lane in service.lanes]),
+        ):
             server.open(service)
             announce(Ready(ready_facts(config, service, loaded)))
             drained = asyncio.create_task(_drain(server, orders))
+            rejoining = asyncio.create_task(Rejoiner(context, config, service, announce).run(orders.peers))
             try:
-                await asyncio.wait({drained, collapse}, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait({drained, collapse, rejoining}, return_when=asyncio.FIRST_COMPLETED)
+                if rejoining in ended:
+                    rejoining.result()  # a bug
                 return int(any(lane.broken for lane in service.lanes))  # why is in the log
             finally:
                 drained.cancel()
+                rejoining.cancel()
+                await asyncio.wait({rejoining})
                 await server.end()
     finally:
-        await close_all(workers)
+        await close_all([lane.worker for lane in service.lanes])
 
 
 async def _drain(server: SchedulerServer, orders: Orders) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from copyengine.wire.errors import PeerDied, PeerTimeout, SlotstreamError
+from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError
 from scheduler.core import Core
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
@@ -31,15 +31,24 @@ class Outbox(Protocol):
 
 
 class Lane:
-    """Everything about one worker. `run` is its loop; the other methods are called from other tasks of that loop."""
+    """Everything about one worker. `run` is its loop; the other methods are called from other tasks of that loop.
 
-    def __init__(self, worker: WorkerClient, core: Core) -> None:
+    It dies with its worker, and lives again with the one that is started in its place.
+    """
+
+    def __init__(self, name: str, worker: WorkerClient, core: Core) -> None:
+        self.name = name
+        self.worker = worker
         self.core = core
         self.death = ""  # why it takes no requests any more
         self.broken = False  # it died of an error of this process, not of its worker
-        self._worker = worker
+        self.unusable = False  # it died although its worker lives
+        self.resident = 0  # slots of its worker that held an expert after the last step
         self._outboxes: dict[int, Outbox] = {}
         self._work = asyncio.Event()
+        self._lives = asyncio.Event()
+        self._lives.set()
+        self._dead = asyncio.Event()
 
     @property
     def alive(self) -> bool:
@@ -60,7 +69,28 @@ class Lane:
         self._work.set()
         return True
 
+    async def revive(self, worker: WorkerClient, core: Core) -> None:
+        """Go on with `worker`, which has loaded, and the empty `core`; the connection to the old worker is closed."""
+        self.worker.lost.set()  # `run` may not have noticed yet
+        await self.worker.close()
+        await self._dead.wait()
+        carry_counters(self.core, core)
+        self.worker, self.core = worker, core
+        self.death, self.broken, self.unusable = "", False, False
+        self._dead.clear()
+        self._lives.set()
+
+    async def changed(self) -> None:
+        """Returns when it dies, or when it lives again if it is dead."""
+        await (self._dead if self.alive else self._lives).wait()
+
     async def run(self) -> None:
+        """Serve until the task is cancelled, with one worker after the other."""
+        while True:
+            await self._lives.wait()
+            await self._live()
+
+    async def _live(self) -> None:
         """Step until the worker dies or the task is cancelled; either way no request is left without a final reply."""
         code, why = "worker_failed", "the worker is gone: its connection closed"
         try:
@@ -69,18 +99,21 @@ class Lane:
                 if step:
                     await self._step(step)
                 if ended := self.core.take_ended():
-                    await self._worker.release(ended)
+                    await self.worker.release(ended)
         except asyncio.CancelledError:
             code, why = "draining", "the engine is stopping"
             raise
         except SlotstreamError as error:
             why = str(error)
+            self.unusable = not isinstance(error, PeerDied)
         except Exception as error:
             log.exception("the core loop failed")
             self.broken = True
             why = f"the core loop failed: {type(error).__name__}: {error}"
         finally:
             self.death = why
+            self._lives.clear()
+            self._dead.set()
             for outbox in self._outboxes.values():  # not by way of the core, which may be what failed
                 outbox.put_nowait(Failed(code, why))
             self._outboxes.clear()
@@ -90,21 +123,24 @@ class Lane:
         """Waits for something to do; False once the worker is gone."""
         if not self.core.running:
             self._work.clear()
-            waits = [asyncio.create_task(event.wait()) for event in (self._work, self._worker.lost)]
+            waits = [asyncio.create_task(event.wait()) for event in (self._work, self.worker.lost)]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()
-        return not self._worker.lost.is_set()
+        return not self.worker.lost.is_set()
 
     async def _step(self, step: RunStep) -> None:
         match await self._run_step(step):
             case StepDone() as done:
+                self.resident = done.resident
                 for reply in self.core.apply(done, time.monotonic()):
                     self._deliver(reply.request, reply.message)
-            case StepFailed(code="peer_died" | "peer_timeout" | "taken_over", detail=detail):
+            case StepFailed(code="peer_died" | "peer_timeout", detail=detail):
                 raise PeerDied(f"the worker cannot go on: {detail}")
+            case StepFailed(code="taken_over", detail=detail):
+                raise RequestRefused("taken_over", detail)
             case StepFailed(code=code, detail=detail):
                 log.warning("a %s step failed: %s: %s", step.mode, code, detail)
                 for request in self.core.fail_step():
@@ -112,7 +148,7 @@ class Lane:
 
     async def _run_step(self, step: RunStep) -> StepDone | StepFailed:
         try:
-            return await self._worker.run_step(step, STEP_DEADLINE_S)
+            return await self.worker.run_step(step, STEP_DEADLINE_S)
         except PeerTimeout as error:
             tokens = sum(len(sequence.tokens) for sequence in step.sequences)
             raise PeerTimeout(f"a {step.mode} step of {tokens} tokens took too long: {error}") from None
@@ -126,14 +162,20 @@ class Lane:
             del self._outboxes[request.sequence]
 
 
+def carry_counters(old: Core, new: Core) -> None:
+    """What is counted since the start goes on in the core that takes another one's place."""
+    new.counters.update(old.counters)
+    new.cached_tokens, new.preempted = old.cached_tokens, old.preempted
+
+
 @contextlib.asynccontextmanager
 async def running(lanes: list[Lane]) -> AsyncIterator[asyncio.Task[None]]:
-    """The lanes' loops run inside. Yields a task that ends when the last lane has died and one of them was broken.
+    """The lanes' loops run inside. Yields a task that ends when no lane lives and one of them was broken.
 
     Lanes whose workers died end nothing: whoever started the workers sees to that, and health says it.
     """
     tasks = [asyncio.create_task(lane.run()) for lane in lanes]
-    collapse = asyncio.create_task(_collapse(lanes, tasks))
+    collapse = asyncio.create_task(_collapse(lanes))
     try:
         yield collapse
     finally:
@@ -143,7 +185,11 @@ async def running(lanes: list[Lane]) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(collapse, *tasks, return_exceptions=True)
 
 
-async def _collapse(lanes: list[Lane], loops: list[asyncio.Task[None]]) -> None:
-    await asyncio.wait(loops)
-    if not any(lane.broken for lane in lanes):
-        await asyncio.Event().wait()
+async def _collapse(lanes: list[Lane]) -> None:
+    while any(lane.alive for lane in lanes) or not any(lane.broken for lane in lanes):
+        changes = [asyncio.create_task(lane.changed()) for lane in lanes]
+        try:
+            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for change in changes:
+                change.cancel()

@@ -1,7 +1,6 @@
 """From settings to a serving scheduler: connect the workers, have them load, derive what one request may take."""
 
 import asyncio
-import ipaddress
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from copyengine.wire.loop import resolve
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, CoreLimits
 from scheduler.lane import Lane
+from scheduler.preflight import max_model_len
 from scheduler.ticket import Service
 from scheduler.tokenize import load_text_codec
 from worker.client import WorkerClient
@@ -24,25 +24,7 @@ from worker.protocol import Load, Loaded, LoadProgress
 LOAD_MARGIN_S = 10.0
 """Seconds that a worker's silence may last longer than what it waits for itself, so that it names the cause."""
 
-LEAST_MODEL_LEN = 2
-"""A prompt token and an answer token."""
-
 log = logging.getLogger(__name__)
-
-
-def listen_endpoint(config: SchedulerConfig) -> str:
-    """Where to listen. ConfigError unless the host is an IPv4 loopback address."""
-    host = "127.0.0.1" if config.host == "localhost" else config.host
-    try:
-        loopback = ipaddress.IPv4Address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"--host {config.host}: must be a loopback address such as 127.0.0.1; there is no access control, "
-            "so reach it from elsewhere through an SSH tunnel"
-        )
-    return f"tcp://{host}:{config.port}"
 
 
 def model_name(config: SchedulerConfig) -> str:
@@ -77,44 +59,31 @@ async def load_workers(
     if not endpoints:
         raise ConfigError("--workers: needs at least one endpoint such as tcp://127.0.0.1:5801")
 
-    def relay(progress: LoadProgress) -> None:
-        on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes))
-
     workers: list[WorkerClient] = []
     try:
         workers.extend(WorkerClient(context, endpoint) for endpoint in endpoints)
-        loads = [worker.load(load_request(config), config.ready_timeout_s + LOAD_MARGIN_S, relay) for worker in workers]
-        return workers, await asyncio.gather(*loads)
-    except BaseException as error:
+        return workers, await asyncio.gather(*(load_worker(worker, config, on_progress) for worker in workers))
+    except BaseException:
         await close_all(workers)
-        if isinstance(error, PeerTimeout):
-            raise PeerTimeout(f"{error}; raise --ready-timeout-s if the machine is only slow") from None
         raise
+
+
+async def load_worker(worker: WorkerClient, config: SchedulerConfig, on_progress: Callable[[Progress], None]) -> Loaded:
+    """What `worker` says once it has loaded the model. Raises what it says if it cannot, as `load_workers` does."""
+
+    def relay(progress: LoadProgress) -> None:
+        on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes))
+
+    try:
+        return await worker.load(load_request(config), config.ready_timeout_s + LOAD_MARGIN_S, relay)
+    except PeerTimeout as error:
+        raise PeerTimeout(f"{error}; raise --ready-timeout-s if the machine is only slow") from None
 
 
 async def close_all(workers: list[WorkerClient]) -> None:
     """Close the connections; the workers go on."""
     for worker in workers:
         await worker.close()
-
-
-def max_model_len(config: SchedulerConfig, loaded: list[Loaded]) -> int:
-    """Prompt and answer tokens of one request. ConfigError if more are asked for than the model or the KV holds."""
-    positions = min(facts.max_position for facts in loaded)
-    kv_tokens = min(facts.kv_tokens for facts in loaded)
-    asked = config.max_model_len
-    if min(asked or positions, positions, kv_tokens) < LEAST_MODEL_LEN:
-        raise ConfigError(
-            f"--max-model-len {asked or min(positions, kv_tokens)}: a prompt token and an answer token need "
-            f"{LEAST_MODEL_LEN}; raise --max-model-len and --kv-tokens"
-        )
-    if asked > positions:
-        raise ConfigError(f"--max-model-len {asked}: the model has {positions} positions")
-    if asked > kv_tokens:
-        raise ConfigError(
-            f"--max-model-len {asked}: the KV pages hold {kv_tokens} tokens; raise --kv-tokens or lower --max-model-len"
-        )
-    return asked or min(positions, kv_tokens)
 
 
 def _demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
@@ -127,25 +96,31 @@ def _demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
 
 def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: list[Loaded]) -> Service:
     """Everything the server needs. ConfigError if the model's text files or --max-model-len are no good."""
-    lanes = []
     threshold = _demand_tokens(config, loaded[0])  # all have the same model
-    for worker, facts in zip(workers, loaded, strict=True):
-        limits = CoreLimits(
-            pages=facts.kv_tokens // facts.page_tokens,
-            page_tokens=facts.page_tokens,
-            max_running=config.max_running_requests,
-            demand_tokens=threshold,
-            chunk_tokens=config.chunked_prefill_size,
-        )
-        lanes.append(Lane(worker, Core(limits)))
+    pairs = zip(workers, loaded, strict=True)
+    lanes = [Lane(f"worker{i}", each, new_core(config, threshold, facts)) for i, (each, facts) in enumerate(pairs)]
+    positions = min(facts.max_position for facts in loaded)
     return Service(
         text=load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides)),
         vocab_size=min(facts.vocab_size for facts in loaded),
-        max_model_len=max_model_len(config, loaded),
+        max_model_len=max_model_len(config, positions, min(facts.kv_tokens for facts in loaded)),
         max_queued=config.max_queued_requests,
         demand_tokens=threshold,
         lanes=lanes,
     )
+
+
+def new_core(config: SchedulerConfig, demand_tokens: int, facts: Loaded) -> Core:
+    """An empty core for a worker with these `facts`; `demand_tokens` is the threshold in force."""
+    limits = CoreLimits(
+        pages=facts.kv_tokens // facts.page_tokens,
+        page_tokens=facts.page_tokens,
+        max_running=config.max_running_requests,
+        demand_tokens=demand_tokens,
+        chunk_tokens=config.chunked_prefill_size,
+        prefix_cache=not config.disable_prefix_cache,
+    )
+    return Core(limits)
 
 
 def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded]) -> dict[str, str | int | float | bool]:

@@ -38,6 +38,11 @@ class WorkerClient:
         self._rpc: RpcClient[Request, Reply] = RpcClient(context, endpoint, Reply, FINAL, Failed, "worker")
 
     @property
+    def endpoint(self) -> str:
+        """Where the worker listens."""
+        return self._rpc.endpoint
+
+    @property
     def lost(self) -> asyncio.Event:
         """Set once the worker's connection closed."""
         return self._rpc.lost

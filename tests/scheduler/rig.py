@@ -63,7 +63,7 @@ def expected(prompt: list[int], count: int, vocab_size: int) -> list[int]:
 
 
 class FakeWorker:
-    """Speaks worker.protocol; a step takes `step_s` and, if an error is in `failures`, fails with it.
+    """Speaks worker.protocol; a load takes `load_s`, a step `step_s` and, if an error is in `failures`, fails with it.
 
     With `short` a step's reply lacks a token, which the scheduler does not expect.
     """
@@ -77,6 +77,7 @@ class FakeWorker:
         self.short = False
         self.bad: set[int] = set()  # tokens after which the logits are not finite
         self.step_s = 0.0
+        self.load_s = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
         self.facts = _loaded(vocab_size, **facts)
@@ -101,6 +102,7 @@ class FakeWorker:
                 self.loads.append(load)
                 if self.load_failures:
                     raise self.load_failures.pop(0)
+                await asyncio.sleep(self.load_s)
                 await call.progress(LoadProgress("experts", 1, 2))
                 await call.progress(LoadProgress("dense weights", 2, 2))
                 return self.facts
@@ -178,7 +180,15 @@ def write_model(directory: Path, tokenizer: Tokenizer | None = None) -> Path:
 class Rig:
     """A scheduler and its workers; `client()` opens a connection."""
 
-    def __init__(self, server: SchedulerServer, endpoint: str, workers: list[FakeWorker], service: Service) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        server: SchedulerServer,
+        endpoint: str,
+        workers: list[FakeWorker],
+        service: Service,
+    ) -> None:
+        self.context = context
         self.server = server
         self.endpoint = endpoint
         self.workers = workers
@@ -208,6 +218,7 @@ async def engine(
     workers: int = 1,
     facts: dict[str, Any] | None = None,
     at: str = "tcp://127.0.0.1:0",
+    restarts: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running scheduler for the model in `directory`."""
@@ -216,7 +227,7 @@ async def engine(
     vocab_size = Tokenizer.from_file(str(path)).get_vocab_size() if path.exists() else 400
     fakes = [FakeWorker(context, vocab_size, **(facts or {})) for _ in range(workers)]
     config = SchedulerConfig(model=str(directory), workers=",".join(f.endpoint for f in fakes), port=0, **settings)
-    server = SchedulerServer(context, model_name(config))
+    server = SchedulerServer(context, model_name(config), restarts)
     endpoint = server.bind(at)
     serving = asyncio.create_task(server.serve())
     seen: list[Progress] = []
@@ -226,9 +237,9 @@ async def engine(
         service = build_service(config, clients, loaded)
         async with running(service.lanes):
             server.open(service)
-            yield Rig(server, endpoint, fakes, service)
+            yield Rig(context, server, endpoint, fakes, service)
             await server.end()
-        await close_all(clients)
+        await close_all([lane.worker for lane in service.lanes])
     finally:
         await server.close()
         serving.cancel()

@@ -27,12 +27,13 @@ async def lanes(count: int = 1) -> AsyncIterator[list[tuple[Lane, FakeWorker]]]:
     workers = [FakeWorker(context, 400) for _ in range(count)]
     clients = [WorkerClient(context, worker.endpoint) for worker in workers]
     try:
-        yield [(Lane(client, Core(LIMITS)), worker) for client, worker in zip(clients, workers, strict=True)]
+        yield [(Lane("worker0", client, Core(LIMITS)), worker) for client, worker in zip(clients, workers, strict=True)]
     finally:
         for client, worker in zip(clients, workers, strict=True):
             await client.close()
             await worker.die()
         context.term()
+
 
 Outbox = asyncio.Queue[Tokens | Finished | Failed]
 
@@ -51,7 +52,7 @@ async def end_of(outbox: Outbox) -> Finished | Failed:
 
 
 def nothing_left(lane: Lane) -> bool:
-    return lane.core.running == lane.core.waiting == 0 and lane.core.pages.free == lane.core.pages.total
+    return lane.core.running == lane.core.waiting == 0 and lane.core.pages.own == 0
 
 
 def test_a_cancelled_lane_ends_its_requests_as_a_stop_does() -> None:

@@ -164,7 +164,7 @@ def test_a_bug_that_leaves_no_worker_usable_ends_the_process(model: Path, event_
 
 def test_a_dead_worker_does_not_end_the_process(model: Path) -> None:
     async def main() -> None:
-        async with scheduler(model, "--parent-pipe") as (process, worker):
+        async with scheduler(model) as (process, worker):
             endpoint, _ = await until_ready(process)
             await worker.die()
             async with Client(endpoint) as client:

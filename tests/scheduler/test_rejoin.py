@@ -1,0 +1,222 @@
+"""Workers that die and come back, over real connections to made-up ones: what clients and the parent hear of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from copyengine.wire.errors import PeerTimeout, RequestRefused
+from copyengine.wire.lifecycle import Event, Joined, Peer, PeerLost, Progress
+from scheduler.client import Client
+from scheduler.config import SchedulerConfig
+from scheduler.protocol import Sampling
+from scheduler.rejoin import Rejoiner
+from tests.scheduler.rig import FakeWorker, Rig, engine, expected, on_loop
+
+PROMPT = [5, 6, 7]
+DEATH = "gone: its connection closed"
+
+
+class Parent:
+    """Starts workers anew, tells the scheduler, and hears what it says."""
+
+    def __init__(self, rig: Rig, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.peers: asyncio.Queue[Peer] = asyncio.Queue()
+        self.said: asyncio.Queue[Event] = asyncio.Queue()
+        self.started: list[FakeWorker] = []
+        self._rig = rig
+
+    def start(self, name: str = "worker0", **facts: Any) -> FakeWorker:
+        worker = FakeWorker(self._rig.context, facts.pop("vocab_size", self.vocab_size), **facts)
+        self.started.append(worker)
+        self.peers.put_nowait(Peer(name, worker.endpoint))
+        return worker
+
+    async def heard(self) -> Event:
+        """What is said next that is not of progress."""
+        async with asyncio.timeout(5):
+            while isinstance(event := await self.said.get(), Progress):
+                pass
+            return event
+
+
+@contextlib.asynccontextmanager
+async def restarting(model: Path, workers: int = 1, **settings: Any) -> AsyncIterator[tuple[Rig, Parent, Client]]:
+    vocab_size = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
+    async with engine(model, workers, restarts=True, **settings) as rig, rig.client() as client:
+        parent = Parent(rig, vocab_size)
+        config = SchedulerConfig(model=str(model), workers="", **settings)
+        rejoiner = Rejoiner(rig.context, config, rig.service, parent.said.put_nowait)
+        rejoining = asyncio.create_task(rejoiner.run(parent.peers))
+        try:
+            yield rig, parent, client
+        finally:
+            rejoining.cancel()
+            await asyncio.wait({rejoining})
+            for worker in parent.started:
+                await worker.die()
+
+
+async def answer(client: Client, max_tokens: int = 4) -> list[int]:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return [t async for piece in client.generate(token_ids=PROMPT, sampling=sampling) for t in piece.token_ids]
+
+
+async def dead(rig: Rig, number: int = 0) -> None:
+    """The worker of that number dies, and its lane knows."""
+    await rig.workers[number].die()
+    async with asyncio.timeout(5):
+        await rig.lanes[number].changed()
+
+
+def test_a_worker_that_was_started_anew_serves_in_place_of_the_dead(model: Path, event_loop: str) -> None:
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, client):
+            right = expected(PROMPT, 4, parent.vocab_size)
+            assert await answer(client) == right
+            before = await client.stats()
+            rig.worker.step_s = 0.01
+            running = asyncio.create_task(answer(client, 2000))
+            await rig.settled(running=1)
+            await dead(rig)
+            with pytest.raises(RequestRefused) as ended:
+                await running
+            assert ended.value.code == "worker_failed" and ended.value.detail.endswith(DEATH)
+            worker = parent.start()
+            assert await parent.heard() == Joined("worker0", worker.endpoint)
+            assert [load.model for load in worker.loads] == [str(model)]
+            assert await answer(client) == right and rig.lanes[0].worker.endpoint == worker.endpoint
+            after = await client.stats()
+            assert after.demand.steps >= before.demand.steps + 1 and after.decode.steps > before.decode.steps
+            assert (after.failed, after.finished, after.running) == (1, 2, 0)
+            assert rig.pages_free()
+
+    on_loop(event_loop, main)
+
+
+def test_without_a_worker_requests_are_refused_by_what_is_restarting(model: Path) -> None:
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, client):
+            await dead(rig)
+            health = await client.health()
+            assert (health.ready, health.phase) == (False, "restarting")
+            with pytest.raises(RequestRefused) as refused:
+                await answer(client)
+            assert (refused.value.code, refused.value.detail) == (
+                "not_ready",
+                f"worker0 restarting: the worker is {DEATH}",
+            )
+            parent.start()
+            await parent.heard()
+            assert (await client.health()).phase == "ready"
+
+    on_loop("selector", main)
+
+
+def test_with_another_worker_requests_go_there_meanwhile(model: Path) -> None:
+    async def main() -> None:
+        async with restarting(model, workers=2) as (rig, parent, client):
+            await dead(rig, 1)
+            right = expected(PROMPT, 4, parent.vocab_size)
+            assert await asyncio.gather(*(answer(client) for _ in range(4))) == [right] * 4
+            assert (await client.health()).ready and not rig.workers[1].steps
+            worker = parent.start("worker1")
+            await parent.heard()
+            assert await asyncio.gather(*(answer(client) for _ in range(4))) == [right] * 4
+            assert worker.steps
+
+    on_loop("selector", main)
+
+
+def test_a_worker_dies_again_and_again(model: Path) -> None:
+    """Also while it loads: only what became of the last one is told."""
+
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, client):
+            await dead(rig)
+            for _ in range(3):
+                loading = parent.start()
+                loading.load_s = 60.0
+                async with asyncio.timeout(5):
+                    while not loading.loads:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                await loading.die()
+            worker = parent.start()
+            assert await parent.heard() == Joined("worker0", worker.endpoint)
+            assert await answer(client) == expected(PROMPT, 4, parent.vocab_size)
+
+    on_loop("selector", main)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": 40}, "it now has 40 tokens in its vocabulary"),
+    ({"kv_tokens": 64}, "room for 64 in a request"),
+    ({"max_position": 32}, "room for 32 in a request"),
+]
+
+
+@pytest.mark.parametrize(("facts", "words"), REFUSED)
+def test_a_worker_that_cannot_do_what_was_promised_is_refused(model: Path, facts: dict[str, Any], words: str) -> None:
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, client):
+            await dead(rig)
+            worker = parent.start(**facts)
+            lost = await parent.heard()
+            assert isinstance(lost, PeerLost)
+            assert (lost.peer, lost.endpoint, lost.code) == ("worker0", worker.endpoint, "config")
+            assert words in lost.detail and "4096" in lost.detail
+            assert (await client.health()).phase == "restarting"
+
+    on_loop("selector", main)
+
+
+def test_a_worker_that_cannot_load_is_told_of_with_its_reason(model: Path) -> None:
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, _):
+            await dead(rig)
+            worker = parent.start()
+            worker.load_failures.append(PeerTimeout("the copy engine said nothing"))
+            lost = await parent.heard()
+            assert isinstance(lost, PeerLost)
+            assert (lost.endpoint, lost.code) == (worker.endpoint, "peer_timeout")
+            assert "the copy engine said nothing" in lost.detail and "--ready-timeout-s" in lost.detail
+
+    on_loop("selector", main)
+
+
+def test_what_the_parent_says_of_nobody_changes_nothing(model: Path) -> None:
+    async def main() -> None:
+        async with restarting(model) as (_, parent, client):
+            parent.peers.put_nowait(Peer("worker7", "tcp://127.0.0.1:9"))
+            parent.peers.put_nowait(Peer("worker0", "nowhere"))
+            lost = await parent.heard()
+            assert isinstance(lost, PeerLost) and (lost.peer, lost.code) == ("worker0", "config")
+            assert await answer(client) == expected(PROMPT, 4, parent.vocab_size)
+
+    on_loop("selector", main)
+
+
+def test_a_worker_that_lives_but_is_of_no_use_is_told_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent ends it and starts another one; one whose connection closed needs no word of ours."""
+    monkeypatch.setattr("scheduler.lane.STEP_DEADLINE_S", 0.05)
+
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, client):
+            rig.worker.gate.clear()
+            with pytest.raises(RequestRefused, match="took too long"):
+                await answer(client)
+            lost = await parent.heard()
+            assert isinstance(lost, PeerLost) and lost.endpoint == rig.worker.endpoint
+            assert "a demand step of 3 tokens took too long" in lost.detail
+            second = parent.start()
+            assert await parent.heard() == Joined("worker0", second.endpoint)
+            await second.die()
+            third = parent.start()
+            assert await parent.heard() == Joined("worker0", third.endpoint)
+
+    on_loop("selector", main)
