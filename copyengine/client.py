@@ -39,6 +39,11 @@ class CopyEngineClient:
         self._rpc: RpcClient[Request, Reply] = RpcClient(context, endpoint, Reply, FINAL, Failed, "copy engine")
 
     @property
+    def endpoint(self) -> str:
+        """Where the copy engine listens."""
+        return self._rpc.endpoint
+
+    @property
     def lost(self) -> asyncio.Event:
         """Set once its connection closed; never over inproc://, which has none."""
         return self._rpc.lost

@@ -148,6 +148,15 @@ class Copier:
         flags; its memory is unmapped once no copy goes there."""
         return self._call(lambda: self._detach(worker))
 
+    def drop(self, attachment: Attachment) -> Future[None]:
+        """The same for one whose worker is dead; no-op once another one has taken its place."""
+
+        def drop() -> None:
+            if self._attached.get(attachment.worker) is attachment:
+                self._detach(attachment.worker)
+
+        return self._call(drop)
+
     def stats(self) -> CopierStats:
         """The counters. From any thread; does not wake a sleeping copier."""
         counters = {kind: tally.snapshot() for kind, tally in self._tallies.items()}

@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from copyengine.config import CopyEngineConfig
 from copyengine.copier import Attachment, Copier
-from copyengine.device import CopyDevice, Memory
+from copyengine.device import CopyDevice, Memory, ledger
 from copyengine.device.host import HostCopyDevice, attach_segment
 from copyengine.loading import BankLoader
 from copyengine.protocol import (
@@ -29,6 +29,10 @@ from copyengine.protocol import (
 from copyengine.ring import Limits, RingReader
 from copyengine.wire.errors import PeerDied, RequestRefused, WireError
 from copyengine.wire.rpc import Call, RpcServer
+
+DEAD_POLL_S = 1.0
+"""Between two looks at whether the attached workers live. A dead one's step never ends, so that its ring keeps the copy
+loop from sleeping, and its pool's memory stays taken."""
 
 STEP_SPIN_US = 5000
 """On a GPU, while less than this has passed since the last record, the copy loop polls without naps: the layers of a
@@ -52,6 +56,7 @@ class CopyEngineServer:
         ConfigError if there is no such device.
         """
         self._config = config
+        self._local = local
         self._device = device or _open_device(config, local)
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = self._loop.create_future()
@@ -60,6 +65,7 @@ class CopyEngineServer:
         self._copier = Copier(
             self._device, config.background_depth, config.spin_us, self._on_copier_death, step_spin_us
         )
+        self._watched: dict[str, Attachment] = {}  # by worker; those whose ring's owner can be looked up
         self._rpc: RpcServer[Request, Reply] = RpcServer(context, Request, self._handle, Failed)
 
     def bind(self) -> str:
@@ -69,11 +75,14 @@ class CopyEngineServer:
     async def run(self) -> None:
         """Serve until Shutdown or `stop`. PeerDied if the copy loop ends by an error."""
         self._copier.start()
-        serving = asyncio.create_task(self._rpc.serve())
+        tasks = [asyncio.create_task(self._rpc.serve())]
+        if not self._local:
+            tasks.append(asyncio.create_task(self._drop_dead()))
         try:
             await self._end
         finally:
-            serving.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def close(self) -> bool:
         """Close the socket and free all memory, also after a `run` that was cancelled or never began.
@@ -97,7 +106,10 @@ class CopyEngineServer:
             case Load() as load:
                 return await self._loader.load(load, call.progress)
             case Attach() as attach:
-                await _uncancelled(self._copier.attach(self._open(attach)))
+                attachment = self._open(attach)
+                if not self._local and ledger.owned([attach.ring.name]):
+                    self._watched[attach.worker] = attachment
+                await _uncancelled(self._copier.attach(attachment))
                 return Attached()
             case Wake():
                 self._copier.wake()
@@ -105,6 +117,7 @@ class CopyEngineServer:
             case Stats():
                 return self._stats()
             case Detach(worker=worker):
+                self._watched.pop(worker, None)
                 await _uncancelled(self._copier.detach(worker))
                 return Done()
             case Shutdown():
@@ -136,6 +149,17 @@ class CopyEngineServer:
                 memory.close()
             raise
         return Attachment(attach.worker, banks.banks, banks.record_nbytes, pool, flags, ring, reader)
+
+    async def _drop_dead(self) -> None:
+        """Detach workers that are dead, until cancelled; nobody else says so for them."""
+        while True:
+            await asyncio.sleep(DEAD_POLL_S)
+            living = ledger.owned([attachment.ring.handle.name for attachment in self._watched.values()])
+            for worker, attachment in list(self._watched.items()):
+                if attachment.ring.handle.name not in living:
+                    log.info("worker %s is dead and detached", worker)
+                    del self._watched[worker]
+                    await _uncancelled(self._copier.drop(attachment))
 
     def _stats(self) -> StatsReply:
         stats = self._copier.stats()

@@ -13,7 +13,7 @@ from copyengine.device.cuda_gpu import check_ordinal
 from copyengine.device.host import end_now, reclaim_stale
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError, PeerDied
-from copyengine.wire.lifecycle import Listening, Ready, announce
+from copyengine.wire.lifecycle import EXIT_PEER, Listening, Ready, StartFailed, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.loop import resolve
 from copyengine.wire.process import refuse, run_process
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 async def serve(config: WorkerConfig) -> int:
     """Serve until Shutdown; cancelling it stops at once. ConfigError if the start is refused.
 
-    The exit code: 1 if it ends because it can run no steps any more.
+    The exit code: 1 if it ends because it can run no steps any more, EXIT_PEER if that is for want of a copy engine.
     """
     device = device_name(config)
     run_id = config.run_id or secrets.token_hex(4)
@@ -51,7 +51,8 @@ async def serve(config: WorkerConfig) -> int:
         await server.serve()
     except PeerDied as error:
         log.error("%s", error)
-        code = 1
+        announce(StartFailed("peer_died", str(error)))
+        code = 1 if await link.detach() or link.kind == "thread" else EXIT_PEER
     finally:
         loader.close()
         await server.close()

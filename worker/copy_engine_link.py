@@ -58,13 +58,26 @@ class CopyEngineLink:
         """A step is about to ring while the copy engine sleeps."""
         await self._client.wake(self._worker)
 
-    async def detach(self) -> None:
-        """Have this worker's memory let go of, before it is freed."""
-        if self._attached and not self.lost.is_set():
-            with contextlib.suppress(SlotstreamError, TimeoutError):
+    async def start_clean(self) -> None:
+        """Have the memory let go of that a dead worker of this name has left attached, so that there is room for ours.
+
+        Raises as CopyEngineClient.detach does.
+        """
+        if self._thread is None:
+            await self._client.detach(self._worker)
+
+    async def detach(self) -> bool:
+        """Have this worker's memory let go of, before it is freed. False if the copy engine is gone or silent."""
+        attached, self._attached = self._attached, False
+        if self.lost.is_set():
+            return False
+        if attached:
+            try:
                 async with asyncio.timeout(DETACH_S):
                     await self._client.detach(self._worker)
-        self._attached = False
+            except (SlotstreamError, TimeoutError):
+                return False
+        return True
 
     async def close(self) -> bool:
         """Part from the copy engine; a thread ends. False if something of that thread is stuck and lives on."""

@@ -9,6 +9,7 @@ import getpass
 import os
 import re
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,11 @@ def own() -> list[tuple[Path, str]]:
 def stale() -> list[tuple[Path, str]]:
     """Files and segment names whose owner is dead. What is no entry is left alone."""
     return [(path, name) for path, name, pid, start_ms in _entries() if not _lives(pid, start_ms)]
+
+
+def owned(names: Collection[str]) -> set[str]:
+    """Those of `names` that are segments whose owner lives."""
+    return {name for _, name, pid, start_ms in _entries() if name in names and _lives(pid, start_ms)}
 
 
 def _entries() -> list[tuple[Path, str, int, int]]:

@@ -585,6 +585,16 @@ def test_a_second_attach_replaces_the_first(copier: Copier, worker: Worker) -> N
     until(lambda: second.flag(0) == LANDED)
 
 
+def test_a_dead_worker_is_dropped_but_not_who_came_in_its_place(copier: Copier, worker: Worker) -> None:
+    second = Worker()
+    copier.attach(worker.attachment).result(10)
+    copier.attach(second.attachment).result(10)
+    copier.drop(worker.attachment).result(10)
+    assert copier.stats().workers == ["w"] and second.pool.array.size
+    copier.drop(second.attachment).result(10)
+    assert copier.stats().workers == [] and second.pool.array.size == 0
+
+
 def test_two_workers_share_it(copier: Copier, worker: Worker) -> None:
     other = Worker("other")
     for one in (worker, other):

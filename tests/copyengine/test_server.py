@@ -406,6 +406,56 @@ def test_attach_refuses_memory_that_is_not_what_it_says(model: str) -> None:
     run(test(), "selector")
 
 
+DYING_WORKER = """
+import asyncio, sys
+import zmq.asyncio
+from copyengine.client import CopyEngineClient
+from copyengine.device.host import create_segment
+from copyengine.protocol import Attach
+from copyengine.ring import RingWriter, ring_nbytes
+
+async def main():
+    client = CopyEngineClient(zmq.asyncio.Context(), sys.argv[1])
+    sizes = {"pool": 1 << 20, "flags": 64, "ring": ring_nbytes(8)}
+    pool, flags, ring = [create_segment("t", label, nbytes) for label, nbytes in sizes.items()]
+    RingWriter(ring.array, 8).begin_step()
+    await client.attach(Attach("w", pool.handle, flags.handle, ring.handle, 4))
+    print("attached", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
+def test_a_worker_that_is_killed_in_a_step_is_dropped(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its memory comes back, and the copy loop, which its step kept awake, sleeps. One that lives stays."""
+    monkeypatch.setattr("copyengine.server.DEAD_POLL_S", 0.05)
+
+    async def test() -> None:
+        async with engine() as (_, client):
+            loaded = await client.load(model, "bfloat16")
+            living = slots_for(loaded, client)
+            await client.attach(replace(living.attach_request, worker="other"))
+            argv = [sys.executable, "-c", DYING_WORKER, client.endpoint]
+            with subprocess.Popen(argv, stdout=subprocess.PIPE) as worker:  # noqa: ASYNC220
+                assert worker.stdout is not None
+                assert await asyncio.to_thread(worker.stdout.readline) == b"attached\n"
+                await asyncio.sleep(0.2)
+                stats = await client.stats()
+                assert stats.workers == ["other", "w"] and not stats.asleep
+                worker.kill()
+            async with asyncio.timeout(10):
+                while (stats := await client.stats()).workers != ["other"] or not stats.asleep:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            await client.attach(living.attach_request)
+            await asyncio.sleep(0.2)
+            assert (await client.stats()).workers == ["other", "w"]
+            living.close()
+
+    run(test(), "selector")
+
+
 def test_the_end_of_the_copy_loop_ends_the_server(model: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         context = zmq.asyncio.Context()

@@ -25,7 +25,7 @@ from copyengine.device import ledger
 from copyengine.wire import cli
 from copyengine.wire.child import Child, Exited, Notices, Said
 from copyengine.wire.errors import ConfigError, PeerDied
-from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Ready, StartFailed
+from copyengine.wire.lifecycle import EXIT_CONFIG, EXIT_PEER, Event, Listening, Ready, StartFailed
 from copyengine.wire.loop import run
 from worker.client import WorkerClient
 from worker.config import WorkerConfig
@@ -204,7 +204,7 @@ def test_a_worker_without_its_copy_engine_answers_its_step_and_ends(
 
         try:
             run(main(), "auto")
-            assert started.exit_code("w") == 1
+            assert started.exit_code("w") == EXIT_PEER
         finally:
             if death == "SIGSTOP":
                 os.kill(started.children["c"].pid, signal.SIGCONT)
