@@ -1,23 +1,24 @@
-"""Starts the whole engine: copy engine, workers, scheduler; watches them; stops them.
+"""Starts the whole engine: copy engine, workers, scheduler; starts anew what dies; stops them.
 
 `python launch.py --workers 1 --demand-tokens 512` serves until Ctrl-C; `--prompt TEXT` answers once and exits.
-Exit codes: 0 as asked, 1 a process failed, 2 the start was refused.
+Exit codes: 0 as asked, 1 processes died and were given up, 2 the start was refused.
 """
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main`: Ctrl-C during the imports shows no traceback
 
 import io
 import logging
-import math
 import os
-import queue
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import psutil
 from msgspec import Meta
 
@@ -28,31 +29,27 @@ from copyengine.config import CopyEngineConfig
 from copyengine.device.host import reclaim_stale
 from copyengine.placement import CopyEngineChoice, DeviceChoice, Placement, place, plan_memory
 from copyengine.wire import cli
-from copyengine.wire.child import Child, Exited, Notice, Notices, Said, Told
-from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, from_code
-from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Progress, Ready, StartFailed
+from copyengine.wire.child import Told
+from copyengine.wire.errors import ConfigError, SlotstreamError
+from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Progress, Ready
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.loop import resolve
+from copyengine.wire.restarts import Patience, Role
+from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
 from scheduler.client import DEFAULT_ENDPOINT
 from scheduler.config import SchedulerConfig, ServingConfig
+from scheduler.preflight import check_port, check_stats_file, max_model_len
 from worker.config import WorkerConfig
 
 LISTEN_TIMEOUT_S = 30.0
 """Seconds a process may take to bind its socket: Python's start and the imports of zmq, 0.3 s on an idle machine."""
 
-POLL_S = 0.25
-"""Seconds after which a signal is seen at the latest."""
-
 LAST_WORD_S = 20.0
 """Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
 
-DRAIN_TIMEOUT_S = 60.0
-"""Seconds running requests may take to finish after SIGTERM."""
-
 Facts = dict[str, str | int | float | bool]
 log = logging.getLogger("launch")
-E_ = TypeVar("E_", bound=Event)
 
 
 class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,134 +80,97 @@ class ProgressLine:
         self._phase = ""
         self._live = sys.stderr.isatty()
 
-    def show(self, phase: str, done_nbytes: int, total_nbytes: int) -> None:
-        """`done_nbytes` of `total_nbytes` of `phase` are through."""
-        finished = done_nbytes >= total_nbytes
-        text = f"{phase}: {done_nbytes / 1e6:,.0f} of {total_nbytes / 1e6:,.0f} MB"
+    def show(self, seen: Progress) -> None:
+        """So much is through."""
+        finished = seen.done_nbytes >= seen.total_nbytes
+        text = f"{seen.phase}: {seen.done_nbytes / 1e6:,.0f} of {seen.total_nbytes / 1e6:,.0f} MB"
         if self._live:
             print(f"\r\x1b[K{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
-        elif phase != self._phase or finished:
+        elif seen.phase != self._phase or finished:
             print(text, file=sys.stderr, flush=True)
-        self._phase = phase
+        self._phase = seen.phase
 
 
 class Engine:
-    """The processes of one run. They are started in order and stopped in reverse."""
+    """The processes of one run: which there are, and what each is started with."""
 
-    def __init__(self, config: LaunchConfig, placement: Placement, progress: ProgressLine) -> None:
-        self.notices: Notices = queue.SimpleQueue()
+    def __init__(self, config: LaunchConfig, found: Preflight, progress: ProgressLine) -> None:
         self.scheduler_endpoint = ""
         self._config = config
-        self._placement = placement
-        self._progress = progress
-        self._children: list[Child] = []
+        self._found = found
         self._run_id = f"ss{secrets.token_hex(4)}"
+        self._supervisor = Supervisor(
+            roles(config.workers, found.placement),
+            Patience(LISTEN_TIMEOUT_S, config.ready_timeout_s + LAST_WORD_S, STOP_GRACE_S, "--ready-timeout-s"),
+            self.command,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            on_progress=progress.show,
+            on_end=reclaim_stale,
+        )
 
-    def start(self, directory: Path, budget: Budget) -> Ready:
-        """Start everything, with the sizes of `budget`; the scheduler's Ready. Raises as `_wait_for` does."""
-        config, placement = self._config, self._placement
+    def start(self) -> Ready:
+        """Start everything; the scheduler's Ready. Raises as Supervisor.start does."""
+        ready = self._supervisor.start()
+        self.scheduler_endpoint = self._supervisor.endpoint("scheduler")
+        return ready
+
+    def serve(self) -> int:
+        """Serve until a signal comes; the exit code. PeerDied if too many processes die."""
+        return self._supervisor.serve()
+
+    def told(self, name: str) -> None:
+        """Signal `name` came."""
+        self._supervisor.notices.put(Told(name))
+
+    def stop(self) -> None:
+        """End all processes and remove what a killed one may have left in shared memory. A signal makes it short."""
+        on_signals(lambda _: self._supervisor.kill())
+        self._supervisor.stop()
+        reclaim_stale()
+
+    def command(self, name: str, endpoints: Mapping[str, str]) -> Command:
+        """What starts process `name`, given where those listen that it works with."""
+        config, placement = self._config, self._found.placement
         common: dict[str, Any] = {"event_loop": config.event_loop, "log_level": config.log_level, "parent_pipe": True}
-        common |= {"run_id": self._run_id, "device": placement.device}
+        on_device = common | {"run_id": self._run_id, "device": placement.device}
         ordinals = [gpu.ordinal for gpu in placement.gpus] or [0] * config.workers
-        copy_engine = ""
-        if placement.copy_engine == "process":
-            copy_engine = self._spawn("copyengine", "copyengine", CopyEngineConfig(ordinal=ordinals[0], **common))
-        threads = max(1, (psutil.cpu_count(logical=False) or 1) - 1) // config.workers or 1  # a core is left to copies
-        common |= {"copy_engine": copy_engine, "threads": threads}
-        workers = [
-            self._spawn(f"worker{i}", "worker", WorkerConfig(name=f"worker{i}", ordinal=ordinal, **common))
-            for i, ordinal in enumerate(ordinals)
-        ]
+        if name == "scheduler":
+            return Command("scheduler", cli.to_argv(self._scheduler_config(endpoints)))
+        if name == "copyengine":
+            return Command("copyengine", cli.to_argv(CopyEngineConfig(ordinal=ordinals[0], **on_device)))
+        worker = WorkerConfig(
+            name=name,
+            ordinal=ordinals[worker_names(config.workers).index(name)],
+            copy_engine=endpoints.get("copyengine", ""),
+            threads=max(1, (psutil.cpu_count(logical=False) or 1) - 1) // config.workers or 1,  # a core for the copies
+            **on_device,
+        )
+        return Command("worker", cli.to_argv(worker))
+
+    def _scheduler_config(self, endpoints: Mapping[str, str]) -> SchedulerConfig:
+        """With the sizes that were planned. Started anew, it listens where its clients know it."""
+        config, budget, directory = self._config, self._found.budget, self._found.model.directory
         serving = {name: getattr(config, name) for name in ServingConfig.__struct_fields__}
         serving["served_model_name"] = config.served_model_name or directory.name
         serving["kv_tokens"] = budget.kv_tokens
         if budget.slots:
             serving["slots"] = budget.slots
-        self.scheduler_endpoint = self._spawn(
-            "scheduler",
-            "scheduler",
-            SchedulerConfig(model=str(directory), workers=",".join(workers), parent_pipe=True, **serving),
-        )
-        return self._wait_for("scheduler", Ready, config.ready_timeout_s + LAST_WORD_S, "--ready-timeout-s")
+        if self.scheduler_endpoint:
+            serving["port"] = int(self.scheduler_endpoint.rsplit(":", 1)[1])
+        workers = ",".join(endpoints[name] for name in worker_names(config.workers))
+        return SchedulerConfig(model=str(directory), workers=workers, parent_pipe=True, **serving)
 
-    def serve(self) -> int:
-        """Watch the processes until one ends or a signal comes; the exit code."""
-        while True:
-            match self._next():
-                case Exited(name=name, code=code):
-                    print(f"error: {name} ended with exit code {code}; stopping the rest", file=sys.stderr)
-                    return 1
-                case Told(signal="SIGTERM"):
-                    return self._drain()
-                case Told():
-                    return 0
 
-    def stop(self) -> None:
-        """End all processes and remove what a killed one may have left in shared memory. A signal makes it short."""
-        on_signals(lambda _: self._kill())
-        for child in reversed(self._children):
-            child.stop()
-        reclaim_stale()
+def worker_names(workers: int) -> list[str]:
+    """What the workers are called, in the order in which the scheduler is given their endpoints."""
+    return [f"worker{i}" for i in range(workers)]
 
-    def _kill(self) -> None:
-        for child in self._children:
-            child.kill()
 
-    def _drain(self) -> int:
-        scheduler = self._children[-1]
-        print("finishing running requests; a second signal stops at once", file=sys.stderr)
-        scheduler.drain()
-        end = time.monotonic() + DRAIN_TIMEOUT_S
-        while (notice := self._next(end)) is not None:
-            match notice:
-                case Exited(name=scheduler.name, code=0) | Told():
-                    return 0
-                case Exited(name=name, code=code):
-                    print(f"error: {name} ended with exit code {code} while draining", file=sys.stderr)
-                    return 1
-        print(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s", file=sys.stderr)
-        return 1
-
-    def _next(self, end: float = math.inf) -> Notice | None:
-        """The next notice; None if there is none until `end` on the monotonic clock.
-
-        Waits in short pieces: a signal that the system hands to another thread does not interrupt a wait of this one,
-        and on Windows none does, but its handler runs between two waits.
-        """
-        while True:
-            try:
-                return self.notices.get(timeout=max(0.0, min(POLL_S, end - time.monotonic())))
-            except queue.Empty:
-                if time.monotonic() >= end:
-                    return None
-
-    def _spawn(self, name: str, module: str, config: msgspec.Struct) -> str:
-        self._children.append(Child(name, module, cli.to_argv(config), self.notices))
-        return self._wait_for(name, Listening, LISTEN_TIMEOUT_S, "").endpoint
-
-    def _wait_for(self, name: str, kind: type[E_], timeout_s: float, knob: str) -> E_:
-        """The next event of type `kind` of child `name`.
-
-        Progress renews the deadline. PeerTimeout if it passes, PeerDied if any process ends first, ConfigError or
-        what else a process reports as the reason it does not start, KeyboardInterrupt on a signal.
-        """
-        end = time.monotonic() + timeout_s
-        while True:
-            match self._next(end):
-                case None:
-                    more = f"; raise {knob} if the machine is only slow" if knob else ""
-                    raise PeerTimeout(f"nothing was heard of {name} for {timeout_s:g} s{more}")
-                case Said(event=StartFailed(code=code, detail=detail)):
-                    raise from_code(code, detail)
-                case Said(event=Progress() as seen):
-                    self._progress.show(seen.phase, seen.done_nbytes, seen.total_nbytes)
-                    end = time.monotonic() + timeout_s
-                case Said(name=sender, event=event) if sender == name and isinstance(event, kind):
-                    return event
-                case Exited(name=sender, code=code):
-                    raise PeerDied(f"{sender} ended with exit code {code} while starting")
-                case Told():
-                    raise KeyboardInterrupt
+def roles(workers: int, placement: Placement) -> list[Role]:
+    """The processes in the order of their start: rest_for_one, but that the scheduler outlives what it works with."""
+    needs = ("copyengine",) if placement.copy_engine == "process" else ()
+    names = worker_names(workers)
+    return [*map(Role, needs), *(Role(name, needs=needs) for name in names), Role("scheduler", uses=tuple(names))]
 
 
 def preflight(config: LaunchConfig) -> Preflight:
@@ -218,6 +178,7 @@ def preflight(config: LaunchConfig) -> Preflight:
 
     ConfigError if the model or the settings are no good, or the machine has too little of something.
     """
+    check_stats_file(config)
     placement = place(config.device, config.copy_engine, config.workers)
     resolve(config.event_loop)
     reclaim_stale()
@@ -226,6 +187,8 @@ def preflight(config: LaunchConfig) -> Preflight:
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
     available_nbytes = psutil.virtual_memory().available
     budget = plan_memory(model.spec, dtype, placement, config.workers, available_nbytes, wanted(config))
+    max_model_len(config, model.spec.max_position, budget.kv_tokens)
+    check_port(config)
     for note in budget.notes:
         print(f"note: {note}", file=sys.stderr)
     return Preflight(model, placement, budget)
@@ -304,14 +267,14 @@ def on_signals(told: Callable[[str], object]) -> None:
 def run(config: LaunchConfig) -> int:
     """Start, serve or answer, stop; the exit code. ConfigError if the start is refused."""
     configure_logging(config.log_level, "launch")
-    model, placement, budget = preflight(config)
-    log.info("device %s, %s", placement.device, placement.reason)
-    engine = Engine(config, placement, ProgressLine())
+    found = preflight(config)
+    log.info("device %s, %s", found.placement.device, found.placement.reason)
+    engine = Engine(config, found, ProgressLine())
     try:
-        on_signals(lambda name: engine.notices.put(Told(name)))
-        ready = engine.start(model.directory, budget)
+        on_signals(engine.told)
+        ready = engine.start()
         out = sys.stdout if config.prompt is None else sys.stderr  # standard output is the answer's
-        print(ready_block(model, placement, ready, engine.scheduler_endpoint), file=out, flush=True)
+        print(ready_block(found.model, found.placement, ready, engine.scheduler_endpoint), file=out, flush=True)
         return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
     finally:
         engine.stop()
@@ -330,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an output that is not UTF-8 gets what it can of a model's name
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(cli.parse(LaunchConfig, argv, "launch.py"))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

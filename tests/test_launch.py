@@ -1,5 +1,6 @@
 """The command line: frozen here, so that a flag is changed on purpose. Checked against README's promises."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from copyengine.placement import Placement
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Ready
+from copyengine.wire.restarts import Role
+from scheduler.config import SchedulerConfig
 from tests.copyengine.made_up_gpus import GB, H200, gpus, pretend
 from worker.config import WorkerConfig
 
@@ -156,31 +159,74 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
         assert words in block, block
 
 
-class Children:
-    """Stands in for the processes: keeps their command lines, and answers as they would."""
-
-    def __init__(self) -> None:
-        self.argv: dict[str, list[str]] = {}
-
-    def spawn(self, name: str, module: str, config: msgspec.Struct) -> str:
-        self.argv[name] = cli.to_argv(config)
-        return f"tcp://{name}"
-
-
 def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the command lines that the processes would be started with, where the second GPU cannot be used."""
     free_host_memory(monkeypatch, 20 * GB)
     pretend(monkeypatch, gpus(3)[::2])
-    children = Children()
-    monkeypatch.setattr(launch.Engine, "_spawn", lambda _, *arguments: children.spawn(*arguments))
-    monkeypatch.setattr(launch.Engine, "_wait_for", lambda *_: Ready(FACTS))
-    config = settings("--workers", "2", "--load-format", "dummy", "--model", str(made_up.directory))
-    model, placement, budget = launch.preflight(config)
-    launch.Engine(config, placement, launch.ProgressLine()).start(model.directory, budget)
-    assert list(children.argv) == ["copyengine", "worker0", "worker1", "scheduler"]
-    assert "--device=cuda" in children.argv["copyengine"]
+    config = settings("--workers", "2", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
+    found = launch.preflight(config)
+    engine = launch.Engine(config, found, launch.ProgressLine())
+    module, argv = engine.command("copyengine", {})
+    assert module == "copyengine" and "--device=cuda" in argv
     for i in range(2):
-        worker = cli.parse(WorkerConfig, children.argv[f"worker{i}"], "worker")
-        assert (worker.device, worker.ordinal, worker.copy_engine) == ("cuda", 2 * i, "tcp://copyengine")
-    scheduler = children.argv["scheduler"]
-    assert {"--load-format=dummy", f"--slots={budget.slots}", "--workers=tcp://worker0,tcp://worker1"} <= {*scheduler}
+        module, argv = engine.command(f"worker{i}", {"copyengine": "tcp://copyengine"})
+        worker = cli.parse(WorkerConfig, argv, module)
+        assert (module, worker.name, worker.device, worker.ordinal) == ("worker", f"worker{i}", "cuda", 2 * i)
+        assert worker.copy_engine == "tcp://copyengine"
+    module, argv = engine.command("scheduler", {"worker0": "tcp://worker0", "worker1": "tcp://worker1"})
+    scheduler = cli.parse(SchedulerConfig, argv, module)
+    assert (scheduler.load_format, scheduler.slots, scheduler.port) == ("dummy", found.budget.slots, 0)
+    assert scheduler.workers == "tcp://worker0,tcp://worker1" and scheduler.kv_tokens == found.budget.kv_tokens
+
+
+def test_a_scheduler_that_is_started_anew_listens_where_its_clients_know_it(
+    made_up: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_host_memory(monkeypatch, 20 * GB)
+    config = settings("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
+    engine = launch.Engine(config, launch.preflight(config), launch.ProgressLine())
+    engine.scheduler_endpoint = "tcp://127.0.0.1:5801"
+    module, argv = engine.command("scheduler", {"worker0": "tcp://worker0"})
+    assert cli.parse(SchedulerConfig, argv, module).port == 5801
+
+
+def test_who_falls_with_whom() -> None:
+    """Against DESIGN's rest_for_one: the rest behind a copy engine are the workers, who have none of their own."""
+    process = Placement((), "process", "")
+    assert launch.roles(2, process) == [
+        Role("copyengine"),
+        Role("worker0", needs=("copyengine",)),
+        Role("worker1", needs=("copyengine",)),
+        Role("scheduler", uses=("worker0", "worker1")),
+    ]
+    thread = Placement((), "thread", "")
+    assert launch.roles(1, thread) == [Role("worker0"), Role("scheduler", uses=("worker0",))]
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (("--host", "0.0.0.0"), ("--host 0.0.0.0", "loopback")),
+        (("--max-model-len", "100000000"), ("--max-model-len 100000000", "positions")),
+        (("--max-model-len", "1"), ("--max-model-len 1", "need 2")),
+        (("--max-model-len", "100", "--kv-tokens", "64"), ("--max-model-len 100", "64 tokens")),
+    ],
+)
+def test_what_the_scheduler_would_refuse_is_refused_before_anything_starts(
+    made_up: Model, argv: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
+    with pytest.raises(ConfigError) as refused:
+        launch.preflight(settings(*common, *argv))
+    assert all(name in str(refused.value) for name in names)
+
+
+def test_a_taken_port_is_refused_before_anything_starts(made_up: Model) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory))
+        with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}: .*--port"):
+            launch.preflight(settings(*common, "--port", port))
+    launch.preflight(settings(*common, "--port", port))

@@ -1,5 +1,6 @@
 """The engine as a user has it: launch.py and the client command as child processes."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
+CUDA_START_TIMEOUT_S = 240.0
+"""Of a first start on a GPU, which compiles kernels for up to two minutes."""
+RESTART_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 
 
@@ -44,9 +48,9 @@ class Engine:
         if lines is self.output:
             self._ready.set()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, timeout_s: float) -> None:
         """AssertionError with all that was printed if it does not get ready."""
-        self._ready.wait(START_TIMEOUT_S)
+        self._ready.wait(timeout_s)
         assert any(line.startswith("  try") for line in self.output), self.text()
 
     def text(self) -> str:
@@ -63,6 +67,28 @@ class Engine:
     def fact(self, name: str) -> str:
         """The Ready block's line called `name`."""
         return next(line for line in self.output if line.startswith(f"  {name} "))[2 + len(name) :].strip()
+
+    def wait_for(self, met: Callable[[], bool], timeout_s: float = RESTART_TIMEOUT_S) -> None:
+        """Until that is so; AssertionError with all that was printed if it does not become so."""
+        end_s = time.monotonic() + timeout_s
+        while not met():
+            assert time.monotonic() < end_s and self.process.poll() is None, self.text()
+            time.sleep(0.02)
+
+    def wait_serving_again(self, times: int) -> None:
+        """Until it has said so `times` times."""
+        self.wait_for(lambda: sum(line.startswith("serving again") for line in self.errors) >= times)
+
+    def child(self, name: str) -> psutil.Process:
+        """The process called `name` that runs now: copyengine, worker0, ..., scheduler."""
+        module = name.rstrip("0123456789")
+        for process in self.children():
+            with contextlib.suppress(psutil.Error):
+                argv = process.cmdline()
+                called = next((flag for flag in argv if flag.startswith("--name=")), "--name=worker0")
+                if module in argv and (module != "worker" or called == f"--name={name}"):
+                    return process
+        raise AssertionError(f"no {name}: {self.text()}")
 
     def children(self) -> list[psutil.Process]:
         """All processes below launch.py."""
@@ -106,7 +132,7 @@ def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Engine]:
     ) as process:
         engine = Engine(process, env)
         try:
-            engine.wait_ready()
+            engine.wait_ready(CUDA_START_TIMEOUT_S if "cuda" in flags else START_TIMEOUT_S)
             yield engine
         finally:
             if process.poll() is None:

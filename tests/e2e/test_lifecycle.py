@@ -84,16 +84,6 @@ def test_a_killed_launcher_leaves_nothing() -> None:
             probe.bind(("127.0.0.1", port))
 
 
-@pytest.mark.parametrize("victim", ["copyengine", "worker", "scheduler"])
-def test_a_dead_process_ends_the_engine_with_its_name(victim: str) -> None:
-    with running("--slots", "64") as engine:
-        children = engine.children()
-        next(p for p in children if victim in p.cmdline()).kill()
-        assert engine.wait() == 1
-        assert f"error: {victim}" in engine.text()
-        assert gone(children, 2.0) and not segments_of(children)
-
-
 def test_prompt_answers_once() -> None:
     done = launch(*QUESTION)
     assert done.returncode == 0, done.stderr
