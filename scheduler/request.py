@@ -93,7 +93,7 @@ class Request:
 
         What it had computed before it was preempted is not spared.
         """
-        spared = max(0, min(covered, self.prompt_tokens) - max(self.computed, self._reached))
+        spared = max(0, covered - max(self.computed, self._reached))
         self.cached_tokens += spared
         self.computed = max(self.computed, covered)
         return spared

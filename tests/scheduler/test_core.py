@@ -26,6 +26,9 @@ SCARCE = [
     TIGHT,
     CoreLimits(pages=14, page_tokens=4, max_running=4, demand_tokens=0, chunk_tokens=8, prefix_cache=False),
     CoreLimits(pages=13, page_tokens=4, max_running=9, demand_tokens=16, chunk_tokens=8),
+    CoreLimits(
+        pages=16, page_tokens=4, max_running=4, demand_tokens=3, chunk_tokens=6
+    ),  # chunks that end inside a page
     CoreLimits(pages=52, page_tokens=1, max_running=5, demand_tokens=3, chunk_tokens=64),
 ]
 
@@ -109,6 +112,9 @@ class Run:
         assert alive[0].phase != "waiting", "the oldest is never preempted"
         check_step(step, self.limits)
         self.see(step)
+        turn = self.core._turn
+        assert turn.decoded == (step.mode == "decode")
+        assert turn.decoded or turn.prefilled == "long" or step.mode == "demand"
         assert not {s.sequence for s in step.sequences} & set(self.over), "who has ended is not stepped"
         if abort is not None:
             self.abort(abort)
@@ -299,6 +305,18 @@ def test_a_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
     ]
 
 
+def test_who_becomes_short_stands_behind_those_that_were() -> None:
+    """The last request is short at once, the one before when the second has computed what both begin with."""
+    run, served = Run(), list[list[int]]()
+    run.see = lambda step: served.append([s.sequence for s in step.sequences])
+    run.submit([1] * 5, 1)
+    run.step()
+    for prompt in ([2] * 9, [2] * 10, [3] * 5):
+        run.submit(prompt, 1)
+    run.finish()
+    assert served == [[0], [1], [3], [1], [2]]
+
+
 def test_a_new_turn_prefills_what_is_new_and_less_than_a_page_of_what_is_not() -> None:
     limits = CoreLimits(pages=520, page_tokens=16, max_running=2, demand_tokens=66, chunk_tokens=4096)
     run = Run(limits)
@@ -345,6 +363,29 @@ def test_who_does_not_fit_waits_for_pages_and_nobody_overtakes() -> None:
     assert core.would_wait(small)
     core.submit(small)
     assert (core.running, core.waiting) == (1, 2)
+
+
+def test_who_is_admitted_leaves_each_running_request_a_page_to_grow() -> None:
+    run = Run(CoreLimits(pages=3, page_tokens=4, max_running=2, demand_tokens=8, chunk_tokens=8))
+    run.submit([1] * 4, 8)
+    while len(run.tokens.get(0, [])) < 3:
+        run.step()
+    assert (run.core.pages.available, run.core.pages.cost([2] * 3)) == (1, 1)
+    assert run.core.would_wait(make_request(1, [2] * 3, 1))
+
+
+def test_a_request_without_logits_ends_alone_and_what_it_computed_is_not_reused() -> None:
+    run = Run()
+    for first in (1, 2):
+        run.submit([first] * 5, 2)
+    for _ in range(2):
+        step = run.core.plan(0.0)
+        assert step
+        done = run.worker.run(step)
+        bad = [-1 if s.sequence == 0 else token for s, token in zip(step.sequences, done.tokens, strict=True)]
+        replies = run.core.apply(StepDone(bad, done.stats), 0.0)
+    assert [type(reply.message) for reply in replies] == [Tokens]
+    assert (run.core.running, run.core.pages.reusable([1] * 6), run.core.pages.reusable([2] * 6)) == (1, 0, 4)
 
 
 def test_answers_that_outgrow_the_pages_are_preempted_youngest_first_and_not_time_and_again() -> None:

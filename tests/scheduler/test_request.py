@@ -86,7 +86,7 @@ def test_a_preempted_request_computes_all_its_tokens_again_and_draws_the_next_on
     request.took_part(3, "demand", ExpertStats())
     request.take_token(30, 1.0)
     request.preempt()
-    assert (request.phase, request.pending, request.new_tokens) == ("waiting", 4, 1)
+    assert (request.phase, request.pending, request.new_tokens, request.begun) == ("waiting", 4, 1, False)
     request.admit(Holding(NOTHING))
     assert request.part(3, 16, 2.0).sample is None
     part = request.part(4, 16, 2.0)
