@@ -117,6 +117,17 @@ def test_a_copy_of_a_cached_page_stays_its_requests_own_and_goes_with_it() -> No
     assert again.pages == [first.pages[0], last] and copy not in again.pages
 
 
+def test_cached_pages_are_not_put_behind_pages_of_ones_own() -> None:
+    """Whoever has begun a page computes it to its end, also if another request has completed it in the meantime."""
+    pages = KvPages(8, 4, reuse=True)
+    tokens = [1] * 9
+    kv = pages.open()
+    assert pages.grow(kv, 2)
+    begun = list(kv.pages)
+    filled(pages, tokens)
+    assert pages.reuse(kv, tokens) == 0 and kv.pages == begun
+
+
 def test_eviction_makes_room_and_spares_what_is_held() -> None:
     pages = KvPages(6, 4, reuse=True)
     pages.close(filled(pages, [1] * 8), [1] * 8, 8)
