@@ -293,14 +293,13 @@ def _floor(top, heat, min_p, WAYS: tl.constexpr):
 
     The sum's rounding may be a key or two off the comparison's, so the keys around it are compared.
     """
-    floor = tl.full((), LOWEST, tl.int64)
-    if min_p > 0.0:
-        depth = heat * tl.log(min_p)
-        near = _key(tl.maximum(top.to(tl.float64) + depth, -3.4e38).to(tl.float32)).to(tl.int64)
-        keys = near + tl.arange(0, WAYS) - WAYS // 2
-        kept = _value(keys).to(tl.float64) - top.to(tl.float64) >= depth
-        floor = tl.min(tl.where(kept, keys, near + WAYS), axis=0)
-    return floor
+    on = min_p > 0.0
+    depth = heat * tl.log(tl.where(on, min_p, 1.0))
+    near = _key(tl.maximum(top.to(tl.float64) + depth, -3.4e38).to(tl.float32)).to(tl.int64)
+    keys = near + tl.arange(0, WAYS) - WAYS // 2
+    kept = _value(keys).to(tl.float64) - top.to(tl.float64) >= depth
+    lowest = tl.min(tl.where(kept, keys, near + WAYS), axis=0)  # not under a condition: Triton 3.6 may lose that
+    return tl.where(on, lowest, LOWEST)
 
 
 @triton.jit
