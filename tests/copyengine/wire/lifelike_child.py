@@ -1,0 +1,33 @@
+"""A process as the supervisor's tests need it: `python -m tests.copyengine.wire.lifelike_child NAME [HABIT...]`.
+
+It listens at once and is ready, answers each peer with Joined, ends at a drain, and has these habits: `stubborn` ends
+by no request, `busy` takes no notice of a drain, `mute` says nothing.
+"""
+
+import os
+import sys
+import threading
+
+from copyengine.wire.lifecycle import Joined, Listening, Order, Peer, Ready, announce, watch_parent
+
+
+def main() -> None:
+    """Until it is told to end."""
+    name, *habits = sys.argv[1:]
+    end = threading.Event()
+
+    def take(order: Order) -> None:
+        if isinstance(order, Peer):
+            announce(Joined(order.name, order.endpoint))
+        elif "stubborn" not in habits and not (order == "drain" and "busy" in habits):
+            end.set()
+
+    watch_parent(take)
+    if "mute" not in habits:
+        announce(Listening(f"{name}:{os.getpid()}"))
+        announce(Ready({"name": name}))
+    end.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A supervisor over real processes that do nothing else: who lives afterwards, what is said, the exit code."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import psutil
+import pytest
+
+from copyengine.wire import supervisor as module
+from copyengine.wire.child import Told
+from copyengine.wire.errors import PeerDied
+from copyengine.wire.restarts import Patience, Role
+from copyengine.wire.supervisor import Command, Supervisor
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
+
+ROLES = (Role("copyengine"), Role("worker", needs=("copyengine",)), Role("scheduler", uses=("worker",)))
+PATIENCE = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience")
+
+
+class Run:
+    """A supervisor that serves in a thread, and what it said."""
+
+    def __init__(self, habits: Mapping[str, str]) -> None:
+        self.said: list[str] = []
+        self.ends = 0
+        self.outcome: int | Exception | None = None
+        self.habits = dict(habits)  # of those that are started from now on
+        self.supervisor = Supervisor(ROLES, PATIENCE, self._command, self.said.append, lambda _: None, self._count_end)
+        self._thread = threading.Thread(target=self._serve)
+
+    def _command(self, name: str, endpoints: Mapping[str, str]) -> Command:
+        return Command("tests.copyengine.wire.lifelike_child", [name, *self.habits.get(name, "").split()])
+
+    def _count_end(self) -> None:
+        self.ends += 1
+
+    def _serve(self) -> None:
+        try:
+            self.outcome = self.supervisor.serve()
+        except PeerDied as error:
+            self.outcome = error
+
+    def start(self) -> None:
+        assert self.supervisor.start().facts == {"name": "scheduler"}
+        self._thread.start()
+
+    def process(self, name: str) -> psutil.Process:
+        return psutil.Process(int(self.supervisor.endpoint(name).split(":")[1]))
+
+    def kill(self, name: str) -> None:
+        self.process(name).kill()
+
+    def tell(self, name: str) -> None:
+        self.supervisor.notices.put(Told(name))
+
+    def end(self) -> int | Exception | None:
+        """What `serve` came to."""
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+    def until(self, met: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not met():
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+
+@contextmanager
+def running(**habits: str) -> Iterator[Run]:
+    """A run that serves; nothing of it is left afterwards."""
+    run = Run(habits)
+    try:
+        run.start()
+        yield run
+    finally:
+        run.tell("SIGINT")
+        if run.outcome is None:
+            run.end()
+        children = psutil.Process().children()
+        run.supervisor.stop()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                assert child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_serves_again_and_stops_when_told() -> None:
+    with running() as run:
+        for times, name in enumerate(("worker", "copyengine", "scheduler"), 1):
+            run.kill(name)
+            run.until(lambda: len(run.said) == 2 * times)  # noqa: B023
+        assert [line.split(";")[0] for line in run.said[::2]] == [
+            f"{name} was killed by SIGKILL" for name in ("worker", "copyengine", "scheduler")
+        ]
+        assert all(line.startswith("serving again after") for line in run.said[1::2])
+        assert run.ends == 4, "the worker fell with the copy engine"
+        run.tell("SIGINT")
+        assert run.end() == 0
+
+
+def test_too_many_deaths_end_it() -> None:
+    with running() as run:
+        for times in range(1, 5):
+            run.kill("scheduler")
+            run.until(lambda: len(run.said) == 2 * times)  # noqa: B023
+        run.kill("worker")
+        error = run.end()
+        assert str(error) == "given up after 5 deaths in a row; the first: scheduler was killed by SIGKILL"
+
+
+def test_who_does_not_fall_is_pushed() -> None:
+    with running(worker="stubborn") as run:
+        stubborn = run.process("worker")
+        run.habits.clear()
+        run.kill("copyengine")
+        run.until(lambda: len(run.said) == 2)
+        assert not stubborn.is_running() and run.process("worker") != stubborn
+
+
+def test_a_drain_ends_with_the_last_request() -> None:
+    with running() as run:
+        run.tell("SIGTERM")
+        assert run.end() == 0
+        assert run.said == ["finishing running requests; a second signal stops at once"]
+
+
+def test_a_drain_with_nobody_to_drain_ends_at_once() -> None:
+    """The scheduler has just been started anew and says nothing yet: nothing runs."""
+    with running() as run:
+        run.habits["scheduler"] = "mute"
+        run.kill("scheduler")
+        run.until(lambda: len(run.said) == 1)
+        run.tell("SIGTERM")
+        assert run.end() == 0
+        assert "finishing running requests" not in str(run.said)
+
+
+def test_a_second_signal_ends_a_drain() -> None:
+    with running(scheduler="busy") as run:
+        run.tell("SIGTERM")
+        run.until(lambda: bool(run.said))
+        assert run.outcome is None
+        run.tell("SIGTERM")
+        assert run.end() == 0
+
+
+def test_a_death_in_a_drain_is_said_and_starts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of others run on until the drain's own end, here its deadline, and the exit code tells."""
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
+    with running(scheduler="busy") as run:
+        worker = run.process("worker")
+        run.tell("SIGTERM")
+        run.until(lambda: bool(run.said))
+        worker.send_signal(signal.SIGKILL)
+        assert run.end() == 1
+        assert run.said[1:] == [
+            "error: worker was killed by SIGKILL while draining",
+            "error: requests still running after 1 s",
+        ]
