@@ -10,11 +10,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from copyengine.wire.errors import RequestRefused
 from scheduler.client import Client
+from scheduler.protocol import Sampling
+from tests.e2e import test_against_transformers as transformers
 from tests.e2e import test_lifecycle as lifecycle
+from tests.e2e import test_restarts as restarts
 from tests.e2e.engine import Engine, gone, running
 from tests.e2e.windows import CONDITIONS, ROOT
 
@@ -92,22 +97,39 @@ def all_in_conditions(engine: Engine) -> bool:
     return all(child.environ()["PYTHONPATH"] == CONDITIONS["PYTHONPATH"] for child in engine.children())
 
 
-def test_ctrl_c_ends_a_client_and_then_it_all() -> None:
+def test_the_dead_are_started_anew_and_ctrl_c_ends_first_a_client_and_then_it_all() -> None:
     """The client in mid-answer, which is aborted. The engine chooses the loop itself, has its copy engine as a thread,
     as where device memory cannot be shared, and a name that the pipe's encoding lacks."""
     with running("--slots", "64", "--copy-engine", "thread", "--served-model-name", "日本") as engine:
         assert engine.fact("event loop") == "selector" and engine.fact("model").startswith("?? ")
+        before = asyncio.run(answer(engine.endpoint))
+        next(child for child in engine.children() if "worker" in child.cmdline()).kill()
+        assert asyncio.run(answer(engine.endpoint)) == before
+
         argv = [sys.executable, "-m", "scheduler.client", "Once", "--endpoint", engine.endpoint, "--ignore-eos"]
         with subprocess.Popen([*argv, "--max-tokens", "8000"], cwd=ROOT, stdout=subprocess.PIPE) as client:
             assert client.stdout is not None and client.stdout.read(1)
             client.send_signal(signal.SIGINT)
             assert client.wait(30) == 130
         assert asyncio.run(nothing_runs(engine.endpoint))
+
         children = engine.children()
         assert len(children) >= 2 and lifecycle.segments_of(children) and all_in_conditions(engine)
         assert engine.stop(signal.SIGINT) == 0
         assert gone(children, 2.0) and not lifecycle.segments_of(children)
         assert harmless(engine.text()), engine.text()
+
+
+async def answer(endpoint: str) -> list[int]:
+    """Three tokens, as soon as the engine has them."""
+    async with Client(endpoint) as client:
+        for _ in range(600):
+            question = client.generate(token_ids=[5, 6, 7], sampling=Sampling(max_tokens=3, ignore_eos=True))
+            try:
+                return [token async for piece in question for token in piece.token_ids]
+            except RequestRefused:
+                await asyncio.sleep(0.1)
+    raise AssertionError("no answer for a minute")
 
 
 async def nothing_runs(endpoint: str) -> bool:
@@ -128,7 +150,16 @@ async def nothing_runs(endpoint: str) -> bool:
         lifecycle.test_prompt_answers_once,
         lifecycle.test_a_taken_port_is_refused_by_its_number,
         lifecycle.test_a_start_that_takes_too_long_names_the_knob,
+        restarts.test_one_worker_and_each_process_killed_in_the_middle_of_an_answer,
+        restarts.test_two_workers_share_the_banks_and_do_not_share_a_death,
     ],
 )
 def test_the_lifecycle_is_the_same(test: Callable[[], None]) -> None:
     test()
+
+
+@pytest.mark.slow
+def test_two_workers_continue_as_transformers_does(goldens: Path) -> None:
+    transformers.test_the_continuation_is_token_for_token_the_same(
+        goldens, "e128_k8_sharded", 512, transformers.SMALL_CHUNKS
+    )
