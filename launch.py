@@ -39,6 +39,7 @@ from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
 from scheduler.client import DEFAULT_ENDPOINT
 from scheduler.config import SchedulerConfig, ServingConfig
+from scheduler.live_status import LiveStatus
 from scheduler.preflight import check_port, check_stats_file, max_model_len
 from worker.config import WorkerConfig
 
@@ -98,12 +99,13 @@ class Engine:
         self.scheduler_endpoint = ""
         self._config = config
         self._found = found
+        self._status: LiveStatus | None = None
         self._run_id = f"ss{secrets.token_hex(4)}"
         self._supervisor = Supervisor(
             roles(config.workers, found.placement),
             Patience(LISTEN_TIMEOUT_S, config.ready_timeout_s + LAST_WORD_S, STOP_GRACE_S, "--ready-timeout-s"),
             self.command,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=self._say,
             on_progress=progress.show,
             on_end=reclaim_stale,
         )
@@ -115,8 +117,16 @@ class Engine:
         return ready
 
     def serve(self) -> int:
-        """Serve until a signal comes; the exit code. PeerDied if too many processes die."""
-        return self._supervisor.serve()
+        """Serve until a signal comes; the exit code. PeerDied if too many processes die.
+
+        Meanwhile a terminal shows what is going on.
+        """
+        self._status = LiveStatus(self.scheduler_endpoint, sys.stderr, self._config.event_loop)
+        self._status.start()
+        try:
+            return self._supervisor.serve()
+        finally:
+            self._status.stop()
 
     def told(self, name: str) -> None:
         """Signal `name` came."""
@@ -127,6 +137,12 @@ class Engine:
         on_signals(lambda _: self._supervisor.kill())
         self._supervisor.stop()
         reclaim_stale()
+
+    def _say(self, text: str) -> None:
+        if self._status:
+            self._status.say(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def command(self, name: str, endpoints: Mapping[str, str]) -> Command:
         """What starts process `name`, given where those listen that it works with."""
