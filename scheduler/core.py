@@ -17,17 +17,16 @@ what the others are about to take.
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
 
-import msgspec
 from msgspec import Struct
 
 from scheduler.chunking import cut_chunks, is_short, prefill_mode
 from scheduler.paging import KvPages, pages_for
-from scheduler.policy import StepKind, Turn, after, apportion, next_kind
+from scheduler.policy import StepKind, Turn, after, next_kind
 from scheduler.protocol import Failed, Finished, ModeCounters, Tokens
 from scheduler.request import Request
-from worker.protocol import ExpertStats, Mode, RunStep, StepDone
+from scheduler.traffic import plus, split_stats
+from worker.protocol import Mode, RunStep, StepDone
 
 BAD_LOGITS = Failed(
     "bad_logits",
@@ -130,7 +129,7 @@ class Core:
     def apply(self, done: StepDone, now_s: float) -> list[Reply]:
         """The step is back: what the clients of its requests are to get, in the step's order."""
         mode = self._out_mode
-        self.counters[mode] = _plus(self.counters[mode], done.stats)
+        self.counters[mode] = plus(self.counters[mode], done.stats)
         replies: list[Reply] = []
         shares = split_stats(done.stats, [count for _, count in self._out])
         out, self._out = self._out, []
@@ -269,28 +268,3 @@ class Core:
         request.end()
         if not any(request is other for other, _ in self._out):
             self._close(request)
-
-
-def split_stats(stats: ExpertStats, tokens: Sequence[int]) -> list[ExpertStats]:
-    """A step's traffic split among its requests by their tokens in it; the shares add up to the whole.
-
-    Who asked for an expert first is not known, and of no meaning: the step fetched it once for all of them.
-    """
-    hits = apportion(stats.hits, tokens)
-    misses = apportion(stats.misses, tokens)
-    copied = apportion(stats.copied_nbytes, misses if stats.misses else tokens)
-    return [
-        ExpertStats(steps=stats.steps, lookups=h + m, hits=h, misses=m, copied_nbytes=nbytes)
-        for h, m, nbytes in zip(hits, misses, copied, strict=True)
-    ]
-
-
-def _plus(counters: ModeCounters, stats: ExpertStats) -> ModeCounters:
-    sums = {name: getattr(counters, name) + getattr(stats, name) for name in ModeCounters.__struct_fields__}
-    return msgspec.convert(sums, ModeCounters)
-
-
-def total(counters: Sequence[ModeCounters]) -> ModeCounters:
-    """Field-wise sum."""
-    names = ModeCounters.__struct_fields__
-    return ModeCounters(*(sum(getattr(c, name) for c in counters) for name in names))

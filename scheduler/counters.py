@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from scheduler.core import total
 from scheduler.lane import Lane
 from scheduler.protocol import StatsReply, WorkerCounters
 from scheduler.ticket import Tally
+from scheduler.traffic import total
 
 
 def stats_reply(lanes: Sequence[Lane], tally: Tally, dropped_frames: int) -> StatsReply:

@@ -1,7 +1,6 @@
 """Who is next: which kind of step, and which worker takes a new request. Pure."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
@@ -52,18 +51,3 @@ def route(loads: Sequence[int], cached: Sequence[int]) -> int:
     idlest = min(workers, key=lambda i: loads[i])
     warmest = min(workers, key=lambda i: (-cached[i], loads[i]))
     return warmest if (loads[warmest] - loads[idlest]) * CACHED_PER_LOAD <= cached[warmest] else idlest
-
-
-def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` split by `weights`, in whole numbers that add up to `total`; all to the first if all weights are 0.
-
-    The share of weight w is total * w / sum(weights) rounded down or up.
-    """
-    whole = sum(weights)
-    if whole == 0:
-        return [total if i == 0 else 0 for i in range(len(weights))]
-    bounds, seen = [0], 0
-    for weight in weights:
-        seen += weight
-        bounds.append(total * seen // whole)
-    return [after - before for before, after in pairwise(bounds)]

@@ -119,11 +119,11 @@ class Tokens(Struct, frozen=True, tag=True):
 class Usage(Struct, frozen=True):
     """What the request took.
 
-    `cached_tokens` are prompt tokens whose KV was already there. Chunks count every prefill step that the request took
-    part in. Expert figures are over prefill and decode. A step shared by several requests is split among them by their
-    tokens in it, and the shares add up to the step's figures in Stats. So the figures of all requests add up to those
-    in Stats if none was aborted or failed: an aborted one lacks its share of the step that was out when it ended, a
-    failed one reports no figures.
+    `cached_tokens` are prompt tokens whose KV was already there, in whole pages. Chunks count every prefill step that
+    the request took part in. Expert figures are over prefill and decode. A step shared by several requests is split
+    among them by their tokens in it, and the shares add up to the step's figures in Stats. So the figures of all
+    requests add up to those in Stats if none was aborted or failed: an aborted one lacks its share of the step that was
+    out when it ended, a failed one reports no figures.
     """
 
     prompt_tokens: int

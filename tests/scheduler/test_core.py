@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.core import Core, CoreLimits, split_stats
+from scheduler.core import Core, CoreLimits
 from scheduler.detokenize import NoText
 from scheduler.paging import pages_for
 from scheduler.protocol import Finished, Tokens, Usage
 from scheduler.request import Ending, Request
+from scheduler.traffic import split_stats
 from tests.scheduler.paged_worker import RECORD_NBYTES, PagedWorker, answer, audit
 from worker.protocol import ExpertStats, RunStep, Sampling, StepDone
 
@@ -435,8 +436,3 @@ def test_usage_of_all_requests_adds_up_to_the_counters(misses: int) -> None:
     assert sum(u.expert_hits for u in run.usages) == sum(c.hits for c in counters)
     assert sum(u.copied_nbytes for u in run.usages) == sum(c.copied_nbytes for c in counters)
     assert all(u.copied_nbytes == u.expert_misses * RECORD_NBYTES for u in run.usages)
-
-
-def test_a_request_alone_in_a_step_has_all_of_its_figures() -> None:
-    stats = ExpertStats(1, 9, 4, 5, 5 * RECORD_NBYTES)
-    assert split_stats(stats, [128]) == [stats]

@@ -1,11 +1,11 @@
-"""The step policy, routing and the split of figures against their rules."""
+"""The step policy and routing against their rules."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
 from scheduler.chunking import cut_chunks, is_short, prefill_mode
-from scheduler.policy import CACHED_PER_LOAD, Turn, after, apportion, next_kind, route
+from scheduler.policy import CACHED_PER_LOAD, Turn, after, next_kind, route
 
 DEMAND_TOKENS, CHUNK_TOKENS = 8, 20
 
@@ -110,12 +110,3 @@ def test_where_a_new_request_goes() -> None:
     assert route([200, 100, 50], [8000, 8000, 16]) == 1, "the less loaded of those that have it"
     assert route([2101, 100], [8000, 0]) == 1, "a prefix that all ask for does not overload one worker"
     assert route([100, 0], [16, 0]) == 1, "a page is not worth waiting for"
-
-
-@given(st.integers(0, 10**12), st.lists(st.integers(0, 5000), min_size=1, max_size=9))
-def test_shares_add_up_and_differ_from_the_exact_share_by_less_than_one(total: int, weights: list[int]) -> None:
-    shares = apportion(total, weights)
-    assert sum(shares) == total
-    if whole := sum(weights):
-        assert all(abs(share * whole - total * weight) < whole for share, weight in zip(shares, weights, strict=True))
-        assert all(share == 0 for share, weight in zip(shares, weights, strict=True) if weight == 0)

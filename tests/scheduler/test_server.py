@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from copyengine.wire.errors import PeerDied, RequestRefused
 from scheduler.client import Client
-from scheduler.core import total
 from scheduler.protocol import Finished, Message, Sampling, Tokens
+from scheduler.traffic import total
 from tests.scheduler.rig import COPY_FAILED, RECORD_NBYTES, Rig, engine, expected, on_loop
 
 
