@@ -72,9 +72,9 @@ class CopyEngineClient:
         """Its counters."""
         return await self._rpc.expect(Stats(), StatsReply, ANSWER_S)
 
-    async def detach(self, worker: str) -> None:
+    async def detach(self, worker: str, deadline_s: float = ANSWER_S) -> None:
         """Have a worker forgotten."""
-        await self._rpc.expect(Detach(worker), Done, ANSWER_S)
+        await self._rpc.expect(Detach(worker), Done, deadline_s)
 
     async def shutdown(self) -> None:
         """End it. That it is gone is as good an answer as its reply."""

@@ -58,13 +58,13 @@ class CopyEngineLink:
         """A step is about to ring while the copy engine sleeps."""
         await self._client.wake(self._worker)
 
-    async def start_clean(self) -> None:
+    async def start_clean(self, deadline_s: float) -> None:
         """Have the memory let go of that a dead worker of this name has left attached, so that there is room for ours.
 
         Raises as CopyEngineClient.detach does.
         """
         if self._thread is None:
-            await self._client.detach(self._worker)
+            await self._client.detach(self._worker, deadline_s)
 
     async def detach(self) -> bool:
         """Have this worker's memory let go of, before it is freed. False if the copy engine is gone or silent."""

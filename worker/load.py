@@ -54,7 +54,7 @@ class EngineLoader:
         from worker import engine
 
         tell = self._from_thread(on_progress)
-        await self._link.start_clean()
+        await self._link.start_clean(load.deadline_s)
         checked = await compute.run(lambda: engine.prepare(load, backend))
         bank_nbytes = await self._fill_banks(load, checked, on_progress)
         prepared = await compute.run(lambda: engine.fit(checked, load, backend))

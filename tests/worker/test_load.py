@@ -9,7 +9,8 @@ import zmq.asyncio
 
 from copyengine.budget import Budget, Wanted, plan
 from copyengine.checkpoint.random_model import Sizes, write_random_model
-from copyengine.protocol import Failed, Reply, Request
+from copyengine.protocol import Detach, Done, Failed, Reply, Request
+from copyengine.protocol import Load as BankLoad
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
 from copyengine.wire.rpc import Call, RpcServer
@@ -32,13 +33,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str) -> None:
-    """It is asked to load and never answers."""
+@pytest.mark.parametrize("answered", [0, 1])
+def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str, answered: int) -> None:
+    """It is asked to let go of what a dead worker of this name left, then to load, and never answers one of them."""
 
     async def main() -> None:
         context = zmq.asyncio.Context()
+        asked: list[Request] = []
 
         async def never(call: Call[Request, Reply]) -> Reply:
+            asked.append(call.request)
+            if len(asked) <= answered:
+                return Done()
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -50,6 +56,7 @@ def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str) -> None:
         async with asyncio.timeout(20):
             with pytest.raises(PeerTimeout, match=r"0\.3 s"):
                 await loader(Load(model, deadline_s=0.3), ComputeThread(), lambda _: None)
+        assert [type(request) for request in asked] == [Detach, BankLoad][: answered + 1]
         loader.close()
         assert await link.close()
         serving.cancel()
