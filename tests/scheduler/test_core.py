@@ -173,7 +173,7 @@ class Run:
 
 @settings(max_examples=300)
 @given(st.sampled_from(SCARCE), ACTIONS)
-def test_everybody_ends_in_order_and_every_page_has_one_owner(limits: CoreLimits, actions: Actions) -> None:
+def test_everybody_ends_in_order_and_every_page_comes_back(limits: CoreLimits, actions: Actions) -> None:
     run = Run(limits, audited=True)
     run.act(actions)
     assert run.core.waiting + run.core.running == len(run.requests) - len(run.over)
