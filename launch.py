@@ -32,7 +32,7 @@ from copyengine.wire import cli
 from copyengine.wire.child import Told
 from copyengine.wire.errors import ConfigError, SlotstreamError
 from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Progress, Ready
-from copyengine.wire.logs import configure_logging
+from copyengine.wire.logs import configure_logging, say
 from copyengine.wire.loop import resolve
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
@@ -99,13 +99,12 @@ class Engine:
         self.scheduler_endpoint = ""
         self._config = config
         self._found = found
-        self._status: LiveStatus | None = None
         self._run_id = f"ss{secrets.token_hex(4)}"
         self._supervisor = Supervisor(
             roles(config.workers, found.placement),
             Patience(LISTEN_TIMEOUT_S, config.ready_timeout_s + LAST_WORD_S, STOP_GRACE_S, "--ready-timeout-s"),
             self.command,
-            say=self._say,
+            say=say,
             on_progress=progress.show,
             on_end=reclaim_stale,
         )
@@ -121,12 +120,8 @@ class Engine:
 
         Meanwhile a terminal shows what is going on.
         """
-        self._status = LiveStatus(self.scheduler_endpoint, sys.stderr, self._config.event_loop)
-        self._status.start()
-        try:
+        with LiveStatus(self.scheduler_endpoint, sys.stderr, self._config.event_loop):
             return self._supervisor.serve()
-        finally:
-            self._status.stop()
 
     def told(self, name: str) -> None:
         """Signal `name` came."""
@@ -137,12 +132,6 @@ class Engine:
         on_signals(lambda _: self._supervisor.kill())
         self._supervisor.stop()
         reclaim_stale()
-
-    def _say(self, text: str) -> None:
-        if self._status:
-            self._status.say(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
 
     def command(self, name: str, endpoints: Mapping[str, str]) -> Command:
         """What starts process `name`, given where those listen that it works with."""
