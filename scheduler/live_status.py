@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import threading
 import time
-from typing import TextIO
+from typing import Self, TextIO
 
 from copyengine.wire.errors import SlotstreamError
 from copyengine.wire.logs import ERASE_LINE
@@ -29,10 +29,10 @@ END_S = 2.0
 
 
 class LiveStatus:
-    """Draws the line on `out` from a thread of its own, if `out` is a terminal; does nothing at all otherwise.
+    """Inside, the line is drawn on `out` from a thread of its own, if `out` is a terminal; otherwise nothing happens.
 
-    The cursor is left at the line's beginning, so that whoever writes next writes over it; log lines erase it first
-    (copyengine.wire.logs). A scheduler that is gone is waited for.
+    The cursor is left at the line's beginning, so that whoever writes next writes over it; what copyengine.wire.logs
+    prints erases it first. A scheduler that is gone is waited for.
     """
 
     def __init__(self, endpoint: str, out: TextIO, event_loop: EventLoop = "auto") -> None:
@@ -45,14 +45,15 @@ class LiveStatus:
         self._wake = asyncio.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """From now on the line is there."""
         if self._out.isatty():
             self._thread = threading.Thread(target=self._run, name="live-status", daemon=True)
             self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """The line is gone for good. Also if it never was there."""
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """The line is gone for good."""
         if self._thread is None:
             return
         self._stopped.set()
@@ -61,11 +62,6 @@ class LiveStatus:
                 self._loop.call_soon_threadsafe(self._wake.set)
         self._thread.join(END_S)
         self._draw("", last=True)
-
-    def say(self, text: str) -> None:
-        """Print a line of its own above the live one."""
-        with self._drawing:
-            print(f"{ERASE_LINE if self._out.isatty() else ''}{text}", file=self._out, flush=True)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal is gone

@@ -10,9 +10,17 @@ ERASE_LINE = "\r\x1b[K"
 """Clears a terminal's line, of which a live line may have been drawn by another process."""
 
 
+def say(text: str) -> None:
+    """Print a line on standard error, over what is drawn there."""
+    print(f"{_erase()}{text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def configure_logging(level: LogLevel, process: str) -> None:
     """Send this process's log lines of `level` and above to standard error."""
-    clear = ERASE_LINE if sys.stderr is not None and sys.stderr.isatty() else ""
     logging.basicConfig(
-        level=level.upper(), format=f"{clear}%(asctime)s %(levelname)s {process} %(name)s: %(message)s", force=True
+        level=level.upper(), format=f"{_erase()}%(asctime)s %(levelname)s {process} %(name)s: %(message)s", force=True
     )
+
+
+def _erase() -> str:
+    return ERASE_LINE if sys.stderr is not None and sys.stderr.isatty() else ""

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,10 @@ class Terminal(io.StringIO):
 
 def test_what_is_no_terminal_gets_nothing() -> None:
     out = io.StringIO()
-    status = LiveStatus("tcp://127.0.0.1:1", out)
-    status.start()
-    status.say("a line")
-    status.stop()
-    assert out.getvalue() == "a line\n"
+    threads = threading.active_count()
+    with LiveStatus("tcp://127.0.0.1:1", out):
+        assert threading.active_count() == threads
+    assert out.getvalue() == ""
 
 
 def test_it_follows_a_scheduler_that_is_started_anew(
@@ -85,22 +85,19 @@ def test_it_follows_a_scheduler_that_is_started_anew(
 
     async def main() -> None:
         async with engine(model) as rig:
-            status = LiveStatus(rig.endpoint, out, event_loop)
-            status.start()
+            status = LiveStatus(rig.endpoint, out, event_loop).__enter__()
             try:
                 await out.shows(f"{ERASE_LINE}0 running")
                 async with rig.client() as client:
                     async for _ in client.generate(token_ids=[5], sampling=Sampling(max_tokens=2)):
                         pass
                 await out.shows("1 finished")
-                status.say("worker0 died")
-                await out.shows(f"{ERASE_LINE}worker0 died\n")
                 await rig.server.close()
                 await out.shows("the scheduler does not answer")
                 async with engine(model, at=rig.endpoint):
                     await out.shows(f"{ERASE_LINE}0 running")
             finally:
-                await asyncio.to_thread(status.stop)
+                await asyncio.to_thread(status.__exit__, None, None, None)  # it waits for the thread
         written = out.getvalue()
         assert written.endswith(f"{ERASE_LINE}\r")
         await asyncio.sleep(0.1)
@@ -116,12 +113,11 @@ def test_a_long_line_does_not_wrap(model: Path, monkeypatch: pytest.MonkeyPatch)
 
     async def main() -> None:
         async with engine(model) as rig:
-            status = LiveStatus(rig.endpoint, out)
-            status.start()
+            status = LiveStatus(rig.endpoint, out).__enter__()
             while not out.getvalue():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             start_s = time.monotonic()
-            await asyncio.to_thread(status.stop)
+            await asyncio.to_thread(status.__exit__, None, None, None)
             assert time.monotonic() - start_s < live_status.END_S, "it does not wait for its next look"
         lines = out.getvalue().replace(ERASE_LINE, "").split("\r")
         assert max(map(len, lines)) == 19

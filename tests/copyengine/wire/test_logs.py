@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from copyengine.wire.logs import ERASE_LINE, configure_logging
+from copyengine.wire.logs import ERASE_LINE, configure_logging, say
 
 
 class Stderr(io.StringIO):
@@ -36,9 +36,11 @@ def test_a_line_on_a_terminal_erases_what_is_drawn_there(
     stderr = Stderr(terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
     configure_logging("info", "worker0")
+    say("worker0 serves again")
     logging.getLogger("some.module").info("ready")
     logging.getLogger("some.module").debug("not shown")
-    erase = re.escape(ERASE_LINE) if terminal else ""
-    assert re.fullmatch(
-        erase + r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO worker0 some\.module: ready\n", stderr.getvalue()
-    )
+    said, _, logged = stderr.getvalue().partition("\n")
+    erase = ERASE_LINE if terminal else ""
+    assert said == f"{erase}worker0 serves again"
+    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    assert re.fullmatch(re.escape(erase) + at + r" INFO worker0 some\.module: ready\n", logged)
