@@ -4,15 +4,24 @@ Against what its client was told of each answer.
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from copyengine.wire.logs import ERASE_LINE
 from scheduler.client import Client
 from scheduler.protocol import Finished, Sampling, StatsReply
-from tests.e2e.engine import running
+from tests.e2e.engine import ROOT, START_TIMEOUT_S, STOP_TIMEOUT_S, launch_command, running
 
 K, LAYERS, EXPERTS = 8, 8, 64
 """Of the built-in model."""
@@ -61,3 +70,42 @@ def test_file_log_and_counters_tell_what_clients_were_told(tmp_path: Path) -> No
         told = dict(re.findall(r"(\w+)=(\S+)", line))
         assert (told["end"], told["prompt"], told["new"]) == ("length", "3", "4")
         assert (int(told["hits"]), int(told["misses"])) == (end.usage.expert_hits, end.usage.expert_misses)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")
+def test_a_terminal_has_a_live_line_that_log_lines_erase() -> None:
+    terminal, theirs = os.openpty()
+    written = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # nobody has the other end any more
+            while data := os.read(terminal, 4096):
+                written.extend(data)
+
+    def wait_for(text: bytes) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while text not in written and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert text in written, written.decode()
+
+    reader = threading.Thread(target=read)
+    with subprocess.Popen(launch_command(), cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        reader.start()
+        try:
+            erase = ERASE_LINE.encode()
+            wait_for(erase + b"0 running | 0.0 tokens/s | decode hits - | link 0.00 GB/s\r")
+            assert process.stdout
+            endpoint = next(found.group() for line in process.stdout if (found := re.search(r"tcp://\S+", line)))
+            asyncio.run(ask(endpoint))
+            wait_for(b"0 running, 3 finished | ")
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(STOP_TIMEOUT_S) == 0
+    reader.join(STOP_TIMEOUT_S)
+    os.close(terminal)
+    lines = bytes(written).splitlines(keepends=True)
+    assert sum(b" request id=r" in line for line in lines) == 3
+    assert all(line.endswith(b"\r\n") for line in lines if b" request id=r" in line)
+    assert re.search(re.escape(erase) + rb"\d{4}-[^\r]* request id=r0 ", written)
+    assert written.endswith(erase + b"\r")
