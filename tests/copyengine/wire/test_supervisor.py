@@ -140,6 +140,17 @@ def test_a_drain_with_nobody_to_drain_ends_at_once() -> None:
         assert "finishing running requests" not in str(run.said)
 
 
+def test_a_drain_waits_for_no_restart() -> None:
+    """What runs elsewhere is finished, and what is just starting anew is not needed for it."""
+    with running() as run:
+        run.habits["worker"] = "mute"
+        run.kill("worker")
+        run.until(lambda: len(run.said) == 1)
+        run.tell("SIGTERM")
+        assert run.end() == 0
+        assert run.said[1:] == ["finishing running requests; a second signal stops at once"]
+
+
 def test_a_second_signal_ends_a_drain() -> None:
     with running(scheduler="busy") as run:
         run.tell("SIGTERM")
