@@ -42,6 +42,8 @@ FLASH_NEXT_NEW_TOKENS = 16
 THRESHOLDS = (512, 0, 4096)
 """The one that matters most first, should time run out."""
 BATCHES = (1, 2, 4, 8)
+WHOLE_PROMPTS = ("--disable-prefix-cache",)
+"""A prompt that was the warm-up's too is computed again."""
 
 
 TITLE = "# Time to first token: streamed against demand prefill"
@@ -66,7 +68,8 @@ async def ask_all(engine: Engine, questions: list[Question]) -> list[Prompt]:
 
 def measure(model: Path, demand_tokens: int, questions: list[Question]) -> list[Prompt]:
     """One arm."""
-    with running("--model", str(model), "--slots", str(SLOTS), "--demand-tokens", str(demand_tokens)) as engine:
+    flags = ("--slots", str(SLOTS), "--demand-tokens", str(demand_tokens), *WHOLE_PROMPTS)
+    with running("--model", str(model), *flags) as engine:
         return asyncio.run(ask_all(engine, questions))
 
 
@@ -148,7 +151,8 @@ def arm(model: Path, sizes: Sizes, threshold: int, stated: argparse.Namespace) -
         batches = []
     slots = stated.slots or (sizes.experts if stated.small else FLASH_NEXT_SLOTS)
     flags = ["--model", str(model), "--load-format", "dummy", "--device", device, "--slots", str(slots)]
-    flags += ["--demand-tokens", str(threshold), "--max-running-requests", str(max(BATCHES)), *stated.flag]
+    flags += ["--demand-tokens", str(threshold), "--max-running-requests", str(max(BATCHES)), *WHOLE_PROMPTS]
+    flags += stated.flag
     begun = time.monotonic()
     with launched(stated.ready_s, *flags) as engine:
         ready_s = time.monotonic() - begun
