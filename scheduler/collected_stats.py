@@ -28,8 +28,11 @@ from worker.protocol import LayerStatsReply, LayerTraffic
 EVERY_S = 300.0
 """Seconds between two writings while the engine runs: what a killed one loses at most."""
 
+ANSWER_S = 30.0
+"""Seconds that workers have for their figures, which they give between two steps."""
+
 LAST_ANSWER_S = 2.0
-"""Seconds that workers have for their figures when the engine stops; a process that stops has STOP_GRACE_S in all."""
+"""The same when the engine stops: the process has STOP_GRACE_S in all."""
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class Collector:
         """Write every EVERY_S until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
-            await self.write(EVERY_S)
+            await self.write(ANSWER_S)
 
     async def write(self, deadline_s: float) -> None:
         """Ask all workers, wait `deadline_s` at most for each, and write what is known then."""
