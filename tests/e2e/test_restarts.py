@@ -172,23 +172,6 @@ def deaths(engine: Engine) -> list[str]:
     return [line for line in engine.errors if " anew (death " in line]
 
 
-def test_a_worker_with_its_copy_engine_inside_is_started_anew() -> None:
-    with running(*FLAGS, "--copy-engine", "thread") as engine:
-
-        async def session(client: Client) -> None:
-            before = await answer(client, 12)
-            task, _ = await begun(client, ENDLESS)
-            engine.child("worker0").kill()
-            error = await error_of(task)
-            assert isinstance(error, RequestRefused) and error.code == "worker_failed"
-            await asyncio.to_thread(engine.wait_serving_again, 1)
-            assert await answer(client, 12) == before
-
-        over(engine, session)
-        with nothing_left_of(engine):
-            assert engine.stop(signal.SIGINT) == 0
-
-
 def test_a_signal_during_the_start_leaves_nothing() -> None:
     argv = launch_command("--slots", "64")
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -18,6 +18,7 @@ from copyengine.wire.supervisor import Command, Supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
 
+CHILD = "tests.copyengine.wire.lifelike_child"
 ROLES = (Role("copyengine"), Role("worker", needs=("copyengine",)), Role("scheduler", uses=("worker",)))
 PATIENCE = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience")
 
@@ -34,7 +35,7 @@ class Run:
         self._thread = threading.Thread(target=self._serve)
 
     def _command(self, name: str, endpoints: Mapping[str, str]) -> Command:
-        return Command("tests.copyengine.wire.lifelike_child", [name, *self.habits.get(name, "").split()])
+        return Command(CHILD, [name, *self.habits.get(name, "").split()])
 
     def _count_end(self) -> None:
         self.ends += 1
@@ -82,11 +83,16 @@ def running(**habits: str) -> Iterator[Run]:
         run.tell("SIGINT")
         if run.outcome is None:
             run.end()
-        children = psutil.Process().children()
         run.supervisor.stop()
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                assert child.status() == psutil.STATUS_ZOMBIE
+        assert not [child for child in psutil.Process().children() if CHILD in _argv(child)]
+
+
+def _argv(process: psutil.Process) -> list[str]:
+    try:
+        argv: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return argv
 
 
 def test_it_serves_again_and_stops_when_told() -> None:
