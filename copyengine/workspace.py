@@ -37,8 +37,8 @@ def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> 
 def gpu_step_nbytes(spec: ModelSpec, dtype: str, tokens: int, max_running: int) -> int:
     """Of a step of T = `tokens` on a GPU, whose attention reads its pages where they are.
 
-    The activations of one layer, GPU_SLACK times; logits of every running sequence as they are computed, as float32
-    and once more in order, with their indices.
+    The activations of one layer, GPU_SLACK times; logits of every running sequence as they are computed, as float32,
+    and once more where rows change them, with their indices.
     """
     row = max(_gpu_row_nbytes(layer, spec.hidden, ITEMSIZE[dtype]) for layer in spec.layers)
     logits = spec.vocab_size * max_running * (ITEMSIZE[dtype] + 4 + 4 + 8)

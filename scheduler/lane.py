@@ -18,9 +18,6 @@ from worker.protocol import RunStep, StepDone
 STEP_DEADLINE_S = 600.0
 """Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes."""
 
-PASSED_ON = ("bad_logits",)
-"""Codes of failed steps that mean something to a client; any other is the worker's or our own fault."""
-
 log = logging.getLogger(__name__)
 
 
@@ -144,7 +141,7 @@ class Lane:
             case StepFailed(code=code, detail=detail):
                 log.warning("a %s step failed: %s: %s", step.mode, code, detail)
                 for request in self.core.fail_step():
-                    self._deliver(request, Failed(code if code in PASSED_ON else "worker_failed", detail))
+                    self._deliver(request, Failed("worker_failed", detail))
 
     async def _run_step(self, step: RunStep) -> StepDone | StepFailed:
         try:

@@ -235,11 +235,13 @@ async def engine(
         clients, loaded = await load_workers(context, config, seen.append)
         assert [p.phase for p in seen[::workers]][:1] == ["experts"]
         service = build_service(config, clients, loaded)
-        async with running(service.lanes):
-            server.open(service)
-            yield Rig(context, server, endpoint, fakes, service)
-            await server.end()
-        await close_all([lane.worker for lane in service.lanes])
+        try:
+            async with running(service.lanes):
+                server.open(service)
+                yield Rig(context, server, endpoint, fakes, service)
+                await server.end()
+        finally:
+            await close_all([lane.worker for lane in service.lanes])
     finally:
         await server.close()
         serving.cancel()
