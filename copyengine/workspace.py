@@ -6,6 +6,11 @@ from kernels.formats import ITEMSIZE
 ATTENTION_ROWS = 512
 """Rows of a sequence that attention takes at once on the host: QUERY_BLOCK of kernels/attention/ref.py."""
 
+CHANGED_ROWS = 4
+CHANGED_NBYTES = 50
+"""Rows with changed logits that are drawn at once, BLOCK_ROWS of worker/drawing.py, and what that takes per row and token
+of the vocabulary."""
+
 GPU_SLACK = 2
 """What torch's allocator may hold on a GPU, as a multiple of what one layer needs."""
 
@@ -38,11 +43,12 @@ def gpu_step_nbytes(spec: ModelSpec, dtype: str, tokens: int, max_running: int) 
     """Of a step of T = `tokens` on a GPU, whose attention reads its pages where they are.
 
     The activations of one layer, GPU_SLACK times; logits of every running sequence as they are computed, as float32,
-    and once more where rows change them, with their indices.
+    and once more in order, with their indices; what is made of the rows that are changed at a time.
     """
     row = max(_gpu_row_nbytes(layer, spec.hidden, ITEMSIZE[dtype]) for layer in spec.layers)
     logits = spec.vocab_size * max_running * (ITEMSIZE[dtype] + 4 + 4 + 8)
-    return GPU_SLACK * tokens * row + logits
+    changed = spec.vocab_size * min(max_running, CHANGED_ROWS) * CHANGED_NBYTES
+    return GPU_SLACK * tokens * row + logits + changed
 
 
 def _host_row(layer: LayerSpec, hidden: int) -> int:

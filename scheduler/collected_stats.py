@@ -98,7 +98,10 @@ class Collector:
         """Write every EVERY_S until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
-            await self.write(ANSWER_S)
+            try:
+                await self.write(ANSWER_S)
+            except Exception:  # serving goes on, and so does writing
+                log.exception("--collect-stats %s: not written this time", self._path)
 
     async def write(self, deadline_s: float) -> None:
         """Ask all workers, wait `deadline_s` at most for each, and write what is known then."""

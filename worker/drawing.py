@@ -66,10 +66,17 @@ def _changed_block(rows: Sequence[int], settings: Sequence[Sampling], arrays: St
     ]
 
 
-def with_extras(drawn: Drawn, extras: Extras) -> torch.Tensor:
-    """[W] int64: the tokens [R], then the log-probabilities as `read_logprobs` reads them. Does not wait."""
+def extras_on_device(extras: Extras, device: torch.device) -> list[torch.Tensor]:
+    """What `with_extras` needs of them there. Before the stream waits for copies: pinned memory may have to be
+    allocated for it, for which the driver waits for the device.
+    """
     told = [np.array(block, np.int64) for block in _blocks(extras.told)]
-    tensors = iter(copies([*chain.from_iterable(extras.changed), *told], drawn.tokens.device))
+    return copies([*chain.from_iterable(extras.changed), *told], device)
+
+
+def with_extras(drawn: Drawn, extras: Extras, on_device: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[W] int64: the tokens [R], then the log-probabilities as `read_logprobs` reads them. Does not wait."""
+    tensors = iter(on_device)
     tokens = drawn.tokens
     for _ in extras.changed:
         rows = next(tensors)
@@ -80,7 +87,7 @@ def with_extras(drawn: Drawn, extras: Extras) -> torch.Tensor:
     for rows in tensors:
         found = logprobs(drawn.logits[rows], tokens[rows], MAX_LOGPROBS)
         words += [found.drawn.view(torch.int64), found.ids.flatten(), found.top.view(torch.int64).flatten()]
-    return torch.cat(words) if told else tokens
+    return torch.cat(words) if extras.told else tokens
 
 
 def read_logprobs(words: Sequence[int], extras: Extras) -> Iterator[tuple[int, Logprobs]]:

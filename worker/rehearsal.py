@@ -12,7 +12,7 @@ import torch
 from kernels.grouped_gemm import variant
 from worker.backend import Rehearsal
 from worker.device_slots import DeviceSlots
-from worker.drawing import BLOCK_ROWS, Drawn, Extras, extras_of, with_extras
+from worker.drawing import BLOCK_ROWS, Drawn, Extras, extras_of, extras_on_device, with_extras
 from worker.protocol import Changes, Mode, RunStep, Sampling, SequenceStep
 from worker.step import forward
 from worker.step_inputs import on_device, step_arrays
@@ -44,7 +44,8 @@ def rehearse(rehearsal: Rehearsal) -> None:
             forward(rehearsal.model, inputs)
     for rows in range(1, BLOCK_ROWS + 1):
         logits = torch.zeros(rows, rehearsal.model.vocab_size, device=kv.layers[0].k.device)
-        with_extras(Drawn(logits[:, 0].to(torch.int64), logits), extras_of_a_block(rows))
+        extras = extras_of_a_block(rows)
+        with_extras(Drawn(logits[:, 0].to(torch.int64), logits), extras, extras_on_device(extras, logits.device))
 
 
 def extras_of_a_block(rows: int) -> Extras:

@@ -8,7 +8,7 @@ import torch
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import RequestRefused
 from kernels.sampling import sample
-from worker.drawing import Drawn, Extras, extras_of, read_logprobs, with_extras
+from worker.drawing import Drawn, Extras, extras_of, extras_on_device, read_logprobs, with_extras
 from worker.kv import KvCache
 from worker.model.stack import Decoder
 from worker.protocol import ExpertStats, Logprobs, Mode, RunStep, StepDone
@@ -76,7 +76,7 @@ class StepRunner:
         """
         arrays, extras = self._checked(step)
         with torch.inference_mode():
-            words, stats = self._in_step(step, lambda: self._words(self._drawn(step, arrays), extras))
+            words, stats = self._in_step(step, lambda: self._words(extras, lambda: self._drawn(step, arrays)))
         return _done(step, words, stats, extras)
 
     def run_full(self, step: RunStep) -> FullResult:
@@ -84,16 +84,16 @@ class StepRunner:
         arrays, extras = self._checked(step)
         full: list[torch.Tensor] = []
 
-        def words() -> torch.Tensor:
+        def drawn() -> Drawn:
             inputs = on_device(step, arrays, self._device)
             full.append(self._model.hidden(inputs.batch))
             full.append(self._model.logits(full[0]))
             logits = full[1][inputs.rows]
-            return self._words(Drawn(sample(logits, inputs.sampling), logits), extras)
+            return Drawn(sample(logits, inputs.sampling), logits)
 
         with torch.inference_mode():
-            drawn, stats = self._in_step(step, words)
-        return FullResult(_done(step, drawn, stats, extras), *full)
+            words, stats = self._in_step(step, lambda: self._words(extras, drawn))
+        return FullResult(_done(step, words, stats, extras), *full)
 
     def _checked(self, step: RunStep) -> tuple[StepArrays, Extras | None]:
         check_step(step, self._spec, self._kv)
@@ -120,12 +120,19 @@ class StepRunner:
                 return drawn
         return forward(self._model, on_device(step, arrays, self._device))
 
-    def _words(self, drawn: Drawn, extras: Extras | None) -> torch.Tensor:
-        return drawn.tokens if extras is None else with_extras(drawn, extras)
+    def _words(self, extras: Extras | None, draw: "_Draw") -> torch.Tensor:
+        if extras is None:
+            return draw().tokens
+        tensors = extras_on_device(extras, self._device)
+        return with_extras(draw(), extras, tensors)
 
 
 class _Compute(Protocol):
     def __call__(self) -> torch.Tensor: ...
+
+
+class _Draw(Protocol):
+    def __call__(self) -> Drawn: ...
 
 
 def forward(model: Decoder, inputs: StepInputs, logits: torch.Tensor | None = None) -> Drawn:

@@ -63,6 +63,8 @@ def _changes_fault(changes: Changes, vocab_size: int) -> str | None:
     if len(changes.seen) != len(changes.counts) or len(changes.seen) % 4:
         return f"seen has {len(changes.seen)} bytes and counts {len(changes.counts)}: must be as many words"
     seen = np.frombuffer(changes.seen, np.int32)
+    if seen.size and int(np.frombuffer(changes.counts, np.int32).min()) < 0:
+        return "counts of seen tokens must not be negative"
     ids = [*changes.bias, *((int(seen.min()), int(seen.max())) if seen.size else ())]
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         return f"ids of changed logits must be in 0 .. {vocab_size - 1}"

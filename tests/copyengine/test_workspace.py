@@ -5,8 +5,16 @@ import msgspec
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
 from copyengine.model_spec import ModelSpec
-from copyengine.workspace import ATTENTION_ROWS, GPU_SLACK, context_nbytes, gpu_step_nbytes, host_step_nbytes
+from copyengine.workspace import (
+    ATTENTION_ROWS,
+    CHANGED_ROWS,
+    GPU_SLACK,
+    context_nbytes,
+    gpu_step_nbytes,
+    host_step_nbytes,
+)
 from kernels.attention.ref import QUERY_BLOCK
+from worker.drawing import BLOCK_ROWS
 
 TINY = Sizes(
     layers=2, hidden=8, intermediate=4, experts=8, experts_per_token=2, heads=2, kv_heads=1, head_dim=4, vocab_size=10
@@ -36,7 +44,7 @@ def test_a_step_on_a_gpu() -> None:
     assert gpu_step_nbytes(spec_of(), "bfloat16", 3, 0) == GPU_SLACK * 3 * (2 * 32 + 6 * 8 + 2 * 24)
     wide = spec_of(msgspec.structs.replace(TINY, heads=16))
     assert gpu_step_nbytes(wide, "bfloat16", 1, 0) == GPU_SLACK * (2 * 32 + 2 * (3 * 16 + 3) * 4)
-    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) == 5 * 10 * (4 + 4 + 4 + 8)
+    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) == 5 * 10 * (4 + 4 + 4 + 8) + 4 * 10 * 50
 
 
 def test_every_running_sequence_has_a_row_of_logits() -> None:
@@ -45,6 +53,6 @@ def test_every_running_sequence_has_a_row_of_logits() -> None:
     assert many - one == 64 * 4 * 10
 
 
-def test_the_rows_of_attention_are_those_of_the_kernel() -> None:
-    """Against the kernel's own constant, which this module must not import: it brings torch."""
-    assert ATTENTION_ROWS == QUERY_BLOCK
+def test_rows_that_are_taken_at_once_are_those_of_who_takes_them() -> None:
+    """Against their own constants, which this module must not import: they bring torch."""
+    assert ATTENTION_ROWS == QUERY_BLOCK and CHANGED_ROWS == BLOCK_ROWS

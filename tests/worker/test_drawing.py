@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.sampling import sample
-from worker.drawing import BLOCK_ROWS, Drawn, extras_of, read_logprobs, with_extras
+from worker.drawing import BLOCK_ROWS, Drawn, extras_of, extras_on_device, read_logprobs, with_extras
 from worker.protocol import MAX_LOGPROBS, Changes, ExpertStats, Logprobs, RunStep, Sampling, SequenceStep, StepDone
 from worker.step_inputs import StepInputs, on_device, pack, packed_nbytes, step_arrays, views
 
@@ -41,7 +41,7 @@ def draw(settings: list[Sampling | None], logits: torch.Tensor) -> tuple[list[in
     extras = extras_of(step, arrays)
     if extras is None:
         return plain.tolist(), {}
-    words: list[int] = with_extras(Drawn(plain, logits), extras).tolist()
+    words: list[int] = with_extras(Drawn(plain, logits), extras, extras_on_device(extras, CPU)).tolist()
     rows = len(logits)
     return words[:rows], dict(read_logprobs(words[rows:], extras)) if extras.told else {}
 

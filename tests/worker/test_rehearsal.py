@@ -42,9 +42,9 @@ def test_blocks_of_every_size_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> 
     """With a dense model, which needs no slots: it has its KV to write to, and rows want everything."""
     seen = []
 
-    def seeing(drawn: Drawn, extras: Extras) -> torch.Tensor:
+    def seeing(drawn: Drawn, extras: Extras, on_device: list[torch.Tensor]) -> torch.Tensor:
         seen.append((len(drawn.tokens), drawn.logits.shape[1]))
-        return with_extras(drawn, extras)
+        return with_extras(drawn, extras, on_device)
 
     monkeypatch.setattr("worker.rehearsal.with_extras", seeing)
     layer = LayerSpec(GqaSpec(4, 2, 8, False, True, RopeSpec(1e4)), DenseSpec(16))

@@ -200,6 +200,7 @@ GOOD = SequenceStep(0, [1, 2, 3, 4, 5], 0, [0, 1], GREEDY)
         ({"sample": Sampling(changes=Changes(seen=words(4, 50), counts=words(0, 1)))}, "changed logits"),
         ({"sample": Sampling(changes=Changes(seen=words(4, 5), counts=words(0)))}, "as many words"),
         ({"sample": Sampling(changes=Changes(seen=b"abc", counts=b"abc"))}, "as many words"),
+        ({"sample": Sampling(changes=Changes(seen=words(4, 5), counts=words(0, -1)))}, "not be negative"),
     ],
 )
 def test_a_step_that_asks_for_what_is_not_there_is_refused(change: dict[str, object], match: str) -> None:
