@@ -25,7 +25,8 @@ class Role(Struct, frozen=True):
     """One process of the run.
 
     It is started once all that it `needs` and `uses` listen, with their endpoints. It falls with each that it needs;
-    when one that it uses is started anew, it is told of the new endpoint.
+    when one that it uses is started anew, it is told of the new endpoint. Until it is Ready it takes no such word and
+    may wait in vain for one that is dead: so long it falls with what it uses, too, which is no death of its own.
     """
 
     name: str
@@ -280,11 +281,15 @@ class Restarts:
         return [say, *actions, *self._start_possible(now_s)]
 
     def _fallen(self, dead: _Place) -> list[_Place]:
-        """All that need it, or need one that does; the order of roles has a need before who needs it."""
+        """All that need it, or use it and are not ready, or do so with one of these.
+
+        The order of roles has each after those it needs and uses.
+        """
         names = {dead.role.name}
         fallen = []
         for place in self._places.values():
-            if names.intersection(place.role.needs):
+            begins = place.phase in ("starting", "listening")
+            if names.intersection(place.role.needs) or (begins and names.intersection(place.role.uses)):
                 names.add(place.role.name)
                 fallen.append(place)
         return fallen

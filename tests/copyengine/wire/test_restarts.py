@@ -105,13 +105,11 @@ class World:
             process.listens = True
             self.say(process.name, Listening(process.endpoint))
         elif not process.ready:
-            if process.name == "scheduler" and not all(map(self._lives, process.given.values())):
-                self.say("scheduler", StartFailed("peer_died", "a worker died while it loaded"))
-                self.die("scheduler", 1)
-            else:
-                process.ready = True
-                self.taken.update(process.works_with.values())
-                self.say(process.name, Ready({}))
+            if not all(map(self._lives, process.given.values())):
+                return False  # a connection to nobody is no error: it waits
+            process.ready = True
+            self.taken.update(process.works_with.values())
+            self.say(process.name, Ready({}))
         elif process.to_take:
             peer = process.to_take.popleft()
             if self._lives(peer.endpoint):
@@ -213,6 +211,22 @@ def test_workers_that_end_for_want_of_a_copy_engine_are_no_deaths() -> None:
         assert world.restarts.deaths.in_a_row == 1
         assert world.said[0].startswith("copyengine was killed by SIGKILL")
         assert sorted(world.starts[4:]) == ["copyengine", "worker0", "worker1"]
+
+
+@pytest.mark.parametrize("order", [("scheduler", "worker0"), ("worker0", "scheduler"), ("scheduler", "copyengine")])
+def test_a_scheduler_that_waits_for_a_dead_worker_is_started_anew(order: tuple[str, str]) -> None:
+    """Both died at once, and it may have been started before the other's death was heard of. Two deaths, not three."""
+    world = served()
+    for name in order:
+        world.die(name, KILLED)
+    for name in order:
+        world.deliver(name)
+    world.settle()
+    world.check_serving()
+    assert world.restarts.deaths.in_a_row == 2
+    if order == ("scheduler", "worker0"):
+        assert world.starts[4:] == ["scheduler", "worker0", "scheduler"]
+        assert "starting worker0, scheduler anew" in world.said[1]
 
 
 def restart(world: World, name: str) -> None:
