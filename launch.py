@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,10 +36,10 @@ from copyengine.wire.loop import resolve
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
-from scheduler.client import DEFAULT_ENDPOINT
 from scheduler.config import SchedulerConfig, ServingConfig
 from scheduler.live_status import LiveStatus
 from scheduler.preflight import check_port, check_stats_file, max_model_len
+from scheduler.ready_block import ready_block
 from worker.config import WorkerConfig
 
 LISTEN_TIMEOUT_S = 30.0
@@ -49,7 +48,6 @@ LISTEN_TIMEOUT_S = 30.0
 LAST_WORD_S = 20.0
 """Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
 
-Facts = dict[str, str | int | float | bool]
 log = logging.getLogger("launch")
 
 
@@ -215,51 +213,6 @@ def builtin_model() -> Path:
     if not os.path.exists(cache_directory() / NAME):
         print(f"making the built-in model in {cache_directory()} (once)", file=sys.stderr, flush=True)
     return ensure_builtin()
-
-
-def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str) -> str:
-    """What a person needs to know once the engine serves."""
-    facts = ready.facts
-    age_s = time.time() - psutil.Process().create_time()
-    several = int(facts["workers"]) > 1
-    weights = "; random weights: the text means nothing" if model.random_weights else ""
-    lines = {
-        "endpoint": endpoint,
-        "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
-        "workers": f"{facts['workers']} on {facts['device']}" + ("; the sizes are each one's" if several else ""),
-        "device": f"{placement.device}, {placement.reason}",
-        **expert_lines(placement, facts),
-        "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}; one request may take {facts['max_model_len']}",
-        "event loop": facts["event_loop"],
-        "try": _client_command(endpoint),
-    }
-    return f"Ready in {age_s:.1f} s\n" + "\n".join(f"  {key:<12}{value}" for key, value in lines.items())
-
-
-def expert_lines(placement: Placement, facts: Facts) -> dict[str, str]:
-    """The Ready block's lines about experts."""
-    memory = "pinned" if placement.gpus else "shared"
-    because = f": {placement.copy_engine_reason}" if placement.copy_engine_reason else ""
-    layers, experts, demand = facts["moe_layers"], facts["experts"], facts["demand_tokens"]
-    if not layers:
-        return {"experts": "none: a dense model, so that there is nothing to load on demand"}
-    threshold = f"prefill chunks of up to {demand} tokens load only the experts they route to"
-    return {
-        "slots": f"{facts['slots']} of {int(layers) * int(experts)} experts, and {facts['stream_slots']} to stream "
-        f"through; {_mb(facts['pool_nbytes'])}",
-        "experts": f"{layers} layers x {experts}, {facts['experts_per_token']} per token; {_mb(facts['bank_nbytes'])} "
-        f"of {memory} memory, copied by a {facts['copy_engine']}{because}",
-        "demand": threshold if demand else "off: every prefill chunk streams all experts",
-    }
-
-
-def _mb(nbytes: str | float) -> str:
-    return f"{float(nbytes) / 1e6:,.1f} MB"
-
-
-def _client_command(endpoint: str) -> str:
-    where = "" if endpoint == DEFAULT_ENDPOINT else f"--endpoint {endpoint} "
-    return f'python -m scheduler.client {where}"Once upon a time"'
 
 
 def on_signals(told: Callable[[str], object]) -> None:

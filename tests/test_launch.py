@@ -18,6 +18,7 @@ from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Ready
 from copyengine.wire.restarts import Role
 from scheduler.config import SchedulerConfig
+from scheduler.ready_block import ready_block
 from tests.copyengine.made_up_gpus import GB, H200, gpus, pretend
 from worker.config import WorkerConfig
 
@@ -149,7 +150,7 @@ FACTS: dict[str, Any] = {
 
 def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
     placement = Placement((H200,), "thread", "--device auto: a GPU was found", "GPU 0 cannot share its memory")
-    block = launch.ready_block(made_up, placement, Ready(FACTS), "tcp://127.0.0.1:1")
+    block = ready_block(made_up, placement, Ready(FACTS), "tcp://127.0.0.1:1")
     for words in (
         "2 on cuda:0 NVIDIA H200, cuda:1 NVIDIA H200",
         "cuda, --device auto: a GPU was found",

@@ -60,7 +60,7 @@ def test_imports_point_one_way(path: Path) -> None:
         assert RANK[top] < RANK[importer[0]], f"{path}: imports {name}"
         allowed: tuple[str, ...] = SHARED_BY_COPYENGINE if top == "copyengine" else CALLEE_ONLY
         if importer[0] == "launch":
-            allowed = (*allowed, "config", "client_cli", "live_status", "preflight")
+            allowed = (*allowed, "config", "client_cli", "live_status", "preflight", "ready_block")
         if importer == ["worker", "copy_engine_link"]:
             allowed = (*allowed, "thread", "config")  # --copy-engine thread: the server runs in the worker's process
         if top != "kernels":
