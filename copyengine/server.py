@@ -106,8 +106,9 @@ class CopyEngineServer:
             case Load() as load:
                 return await self._loader.load(load, call.progress)
             case Attach() as attach:
+                watchable = not self._local and bool(ledger.owned([attach.ring.name]))
                 attachment = self._open(attach)
-                if not self._local and ledger.owned([attach.ring.name]):
+                if watchable:
                     self._watched[attach.worker] = attachment
                 await _uncancelled(self._copier.attach(attachment))
                 return Attached()
@@ -154,12 +155,20 @@ class CopyEngineServer:
         """Detach workers that are dead, until cancelled; nobody else says so for them."""
         while True:
             await asyncio.sleep(DEAD_POLL_S)
-            living = ledger.owned([attachment.ring.handle.name for attachment in self._watched.values()])
-            for worker, attachment in list(self._watched.items()):
-                if attachment.ring.handle.name not in living:
-                    log.info("worker %s is dead and detached", worker)
-                    del self._watched[worker]
-                    await _uncancelled(self._copier.drop(attachment))
+            try:
+                await self._drop_dead_once()
+            except Exception:
+                log.exception("looking for dead workers failed; it goes on")
+
+    async def _drop_dead_once(self) -> None:
+        watched = list(self._watched.items())
+        living = ledger.owned([attachment.ring.handle.name for _, attachment in watched])
+        for worker, attachment in watched:
+            if attachment.ring.handle.name in living or self._watched.get(worker) is not attachment:
+                continue  # the latter was detached, or replaced, while the one before it was dropped
+            del self._watched[worker]
+            log.info("worker %s is dead and detached", worker)
+            await _uncancelled(self._copier.drop(attachment))
 
     def _stats(self) -> StatsReply:
         stats = self._copier.stats()

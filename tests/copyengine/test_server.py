@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.client import CopyEngineClient
 from copyengine.config import CopyEngineConfig
+from copyengine.copier import Attachment
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice
 from copyengine.device.probe import cuda_devices
 from copyengine.loading import DUMMY_SEED, BankLoader
@@ -452,6 +454,83 @@ def test_a_worker_that_is_killed_in_a_step_is_dropped(model: str, monkeypatch: p
             await asyncio.sleep(0.2)
             assert (await client.stats()).workers == ["other", "w"]
             living.close()
+
+    run(test(), "selector")
+
+
+@pytest.mark.parametrize("meanwhile", ["detached", "replaced"])
+def test_the_watch_over_dead_workers_keeps_up_with_what_happens_meanwhile(
+    model: str, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """While one dead worker is dropped another leaves or comes back; and a look at who lives may fail."""
+    monkeypatch.setattr("copyengine.server.DEAD_POLL_S", 0.01)
+    seen = list[set[str]]()
+    dead = set[str]()
+    unreadable = list[OSError]()
+
+    def owned(names: Collection[str]) -> set[str]:
+        seen.append(set(names))
+        if unreadable:
+            raise unreadable.pop()
+        return set(names) - dead
+
+    async def test() -> None:
+        async with engine() as (server, client):
+            loaded = await client.load(model, "bfloat16")
+            slots, successor = slots_for(loaded, client), slots_for(loaded, client)
+            monkeypatch.setattr("copyengine.server.ledger.owned", owned)
+            for name in ("first", "second"):
+                await client.attach(replace(slots.attach_request, worker=name))
+            drop = server._copier.drop
+
+            def slow_drop(attachment: Attachment) -> "Future[None]":
+                dropped: Future[None] = Future()
+                asyncio.get_running_loop().call_later(0.2, lambda: drop(attachment).add_done_callback(done))
+
+                def done(of: "Future[None]") -> None:
+                    dropped.set_result(of.result())
+
+                return dropped
+
+            monkeypatch.setattr(server._copier, "drop", slow_drop)
+            dead.add(slots.attach_request.ring.name)
+            async with asyncio.timeout(5):
+                while "first" in server._watched:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            if meanwhile == "detached":
+                await client.detach("second")
+            else:
+                await client.attach(replace(successor.attach_request, worker="second"))
+            looks = len(seen)
+            unreadable.append(OSError("the ledger cannot be read"))
+            async with asyncio.timeout(5):
+                while len(seen) < looks + 8 or "first" in (await client.stats()).workers:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            left = ["second"] if meanwhile == "replaced" else []
+            assert (await client.stats()).workers == list(server._watched) == left
+            slots.close()
+            successor.close()
+
+    run(test(), "selector")
+
+
+def test_an_attach_for_which_nobody_can_say_who_lives_maps_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def owned(names: Collection[str]) -> set[str]:
+        raise ConfigError("no directory to list shared memory in")
+
+    async def test() -> None:
+        async with engine() as (server, client):
+            slots = slots_for(await client.load(model, "bfloat16"), client)
+            opened: list[Attachment] = []
+            open_attachment = server._open
+            monkeypatch.setattr(server, "_open", lambda attach: opened.append(open_attachment(attach)) or opened[-1])
+            with monkeypatch.context() as patch:
+                patch.setattr("copyengine.server.ledger.owned", owned)
+                with pytest.raises(ConfigError, match="no directory"):
+                    await client.attach(slots.attach_request)
+            assert not opened
+            await client.attach(slots.attach_request)
+            slots.close()
 
     run(test(), "selector")
 
