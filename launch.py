@@ -31,7 +31,7 @@ from copyengine.wire import cli
 from copyengine.wire.child import Told
 from copyengine.wire.errors import ConfigError, SlotstreamError
 from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Progress, Ready
-from copyengine.wire.logs import configure_logging, say
+from copyengine.wire.logs import configure_logging
 from copyengine.wire.loop import resolve
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
@@ -102,7 +102,7 @@ class Engine:
             roles(config.workers, found.placement),
             Patience(LISTEN_TIMEOUT_S, config.ready_timeout_s + LAST_WORD_S, STOP_GRACE_S, "--ready-timeout-s"),
             self.command,
-            say=say,
+            say=log.warning,
             on_progress=progress.show,
             on_end=reclaim_stale,
         )
@@ -182,6 +182,8 @@ def preflight(config: LaunchConfig) -> Preflight:
     ConfigError if the model or the settings are no good, or the machine has too little of something.
     """
     check_stats_file(config)
+    if config.prompt == "":
+        raise ConfigError("--prompt: is empty; leave it out to serve")
     placement = place(config.device, config.copy_engine, config.workers)
     resolve(config.event_loop)
     reclaim_stale()

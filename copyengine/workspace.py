@@ -8,8 +8,8 @@ ATTENTION_ROWS = 512
 
 CHANGED_ROWS = 4
 CHANGED_NBYTES = 50
-"""Rows with changed logits that are drawn at once, BLOCK_ROWS of worker/drawing.py, and what that takes per row and token
-of the vocabulary."""
+"""Rows with changed logits that are drawn at once, BLOCK_ROWS of worker/drawing.py, and what that takes per row and
+token of the vocabulary."""
 
 GPU_SLACK = 2
 """What torch's allocator may hold on a GPU, as a multiple of what one layer needs."""

@@ -16,6 +16,7 @@ from copyengine.wire.lifecycle import EXIT_CONFIG
 from copyengine.wire.loop import loop_factory
 from scheduler.client import DEFAULT_ENDPOINT, Answer, Client
 from scheduler.protocol import Finished, Message, Sampling
+from scheduler.validate import SEEDS
 
 PROBE_S = 3.0
 """Seconds within which a running engine says that it is there."""
@@ -39,12 +40,17 @@ class Screen:
     async def show(self, answer: Answer) -> str:
         """Stream the answer and end with its figures; its text, the first if there are several."""
         texts: defaultdict[int, str] = defaultdict(str)
-        async for piece in answer:
-            texts[piece.index] += piece.text
-            if self._json:
-                self._write(msgspec.json.encode(piece).decode() + "\n")
-            elif self._choices == 1:
-                self._write(piece.text)
+        try:
+            async for piece in answer:
+                texts[piece.index] += piece.text
+                if self._json:
+                    self._write(msgspec.json.encode(piece).decode() + "\n")
+                elif self._choices == 1:
+                    self._write(piece.text)
+        except SlotstreamError:
+            if texts[0] and not self._json and self._choices == 1:
+                self._write("\n")  # the error is to stand on a line of its own
+            raise
         if self._choices > 1 and not self._json:
             self._write("\n".join(f"[{i}] {texts[i]}" for i in range(self._choices)))
         if answer.finished:
@@ -94,9 +100,9 @@ def parser() -> argparse.ArgumentParser:
         default=defaults.min_p,
         help="leave out what is less likely than this share of the likeliest",
     )
-    flags.add_argument("--seed", type=int, help="makes a drawn answer repeatable")
+    flags.add_argument("--seed", type=seed, help="makes a drawn answer repeatable; 0 to 2**63 - 1")
     _add_penalties(flags, defaults)
-    flags.add_argument("--n", type=int, default=defaults.n, help="answers to one prompt (default %(default)s)")
+    flags.add_argument("--n", type=int, default=defaults.n, help="answers to one prompt, printed when all have ended")
     flags.add_argument(
         "--logprobs",
         type=int,
@@ -132,9 +138,20 @@ def _add_penalties(flags: argparse.ArgumentParser, defaults: Sampling) -> None:
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """`ID=VALUE`. ValueError if it is not."""
+    """`ID=VALUE`. ArgumentTypeError if it is not."""
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes ID=VALUE, such as 5=-2.5, not {text!r}") from None
+
+
+def seed(text: str) -> int:
+    """A seed; what is too large for a message can be refused here alone. ArgumentTypeError if it is none."""
+    value = int(text) if text.lstrip("-").isdecimal() else -1
+    if not 0 <= value < SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number in [0, 2**63)")
+    return value
 
 
 def sampling_of(stated: argparse.Namespace) -> Sampling:

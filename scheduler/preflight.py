@@ -61,7 +61,7 @@ def max_model_len(config: ServingConfig, positions: int, kv_tokens: int) -> int:
             f"{LEAST_MODEL_LEN}; raise --max-model-len and --kv-tokens"
         )
     if asked > positions:
-        raise ConfigError(f"--max-model-len {asked}: the model has {positions} positions")
+        raise ConfigError(f"--max-model-len {asked}: the model has {positions} positions; use no more, or 0 for all")
     if asked > kv_tokens:
         raise ConfigError(
             f"--max-model-len {asked}: the KV pages hold {kv_tokens} tokens; raise --kv-tokens or lower --max-model-len"

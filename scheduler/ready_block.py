@@ -16,12 +16,12 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str)
     """What a person needs to know once the engine serves."""
     facts = ready.facts
     age_s = time.time() - psutil.Process().create_time()
-    several = int(facts["workers"]) > 1
+    shares = "; slots and KV are each one's, the experts are shared" if int(facts["workers"]) > 1 else ""
     weights = "; random weights: the text means nothing" if model.random_weights else ""
     lines = {
         "endpoint": endpoint,
         "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
-        "workers": f"{facts['workers']} on {facts['device']}" + ("; the sizes are each one's" if several else ""),
+        "workers": f"{facts['workers']} on {facts['device']}{shares}",
         "device": f"{placement.device}, {placement.reason}",
         **expert_lines(placement, facts),
         "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}; one request may take {facts['max_model_len']}",

@@ -59,7 +59,8 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max
         more = f" and max_tokens {wanted}" if wanted else " and an answer"
         raise RequestRefused(
             "context_length_exceeded",
-            f"a prompt of {len(prompt)} tokens{more} do not fit into the {max_model_len} tokens of --max-model-len",
+            f"a prompt of {len(prompt)} tokens{more} do not fit into the {max_model_len} tokens "
+            "that one request may take: --max-model-len, or what the model and its KV hold",
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         i = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)

@@ -10,11 +10,6 @@ ERASE_LINE = "\r\x1b[K"
 """Clears a terminal's line, of which a live line may have been drawn by another process."""
 
 
-def say(text: str) -> None:
-    """Print a line on standard error, over what is drawn there."""
-    print(f"{_erase()}{text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
 def configure_logging(level: LogLevel, process: str) -> None:
     """Send this process's log lines of `level` and above to standard error."""
     logging.basicConfig(

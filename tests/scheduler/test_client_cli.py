@@ -113,7 +113,7 @@ def test_a_refused_request_is_one_line(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "stdin"),
     [
-        (["a fox", "--seed", "100000000000000000000"], None),
+        (["a fox", "--max-tokens", "100000000000000000000"], None),
         ([os.fsdecode(b"a \xff fox")], None),
         (["a fox", "--stop", os.fsdecode(b"\xff")], None),
         ([], b"a \xff fox"),
@@ -212,7 +212,14 @@ def test_flags_state_the_sampling(flags: list[str], sampling: Sampling) -> None:
 def test_a_bias_that_is_none_is_refused(bias: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args([f"--logit-bias={bias}"])
-    assert f"invalid token_bias value: '{bias}'" in capsys.readouterr().err
+    assert f"takes ID=VALUE, such as 5=-2.5, not '{bias}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**63), "1" * 30, "x", ""])
+def test_a_seed_that_is_none_is_refused(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--seed={seed}"])
+    assert f"{seed} must be a whole number in [0, 2**63)" in capsys.readouterr().err
 
 
 def test_several_answers_come_one_below_the_other_and_as_json_by_index(model: Path) -> None:
