@@ -135,12 +135,13 @@ class Core:
         out, self._out = self._out, []
         logprobs = done.logprobs or [None] * len(out)
         for (request, count), share, token, told in zip(out, shares, done.tokens, logprobs, strict=True):
+            bad = token < 0 and count == request.pending
             if request.phase == "ended":  # aborted while the step was out
-                self._close(request)
+                self._close(request, bad)
                 continue
-            if token < 0 and count == request.pending:  # before its KV counts as computed, which nobody is to reuse
+            if bad:
                 replies.append(Reply(request, BAD_LOGITS))
-                self._end(request)
+                self._end(request, bad)
                 continue
             request.took_part(count, mode, share)
             if mode != "decode":
@@ -258,13 +259,18 @@ class Core:
     def _reuse(self, request: Request) -> None:
         self.cached_tokens += request.reuse(self.pages.reuse(request.kv, request.tokens))
 
-    def _close(self, request: Request) -> None:
-        self.pages.close(request.kv, request.tokens, request.computed)
+    def _close(self, request: Request, bad: bool = False) -> None:
+        """Its pages come back. `bad`: nobody is to reuse them. Chunks of its prompt have been cached before anything
+        was known of their logits: what was wrong with them would be wrong with every later request."""
+        if bad:
+            self.pages.discard(request.kv)
+        else:
+            self.pages.close(request.kv, request.tokens, request.computed)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, bad: bool = False) -> None:
         """A running request is over; its pages come back now, or with the step that is out."""
         self._running.remove(request)
         self._ended.append(request.sequence)
         request.end()
         if not any(request is other for other, _ in self._out):
-            self._close(request)
+            self._close(request, bad)

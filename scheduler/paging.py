@@ -164,6 +164,11 @@ class KvPages:
         self._allocator.release(spare)
         kv.pages, kv.cached = [], self._cache.root
 
+    def discard(self, kv: Holding) -> None:
+        """The request is over, and its KV is not to be trusted: what it does not share with others is free."""
+        self._allocator.release(kv.pages[kv.cached.depth :] + self._cache.discard(kv.cached))
+        kv.pages, kv.cached = [], self._cache.root
+
     def clear(self) -> None:
         """What was in the pages is gone. No request may hold any."""
         self._allocator.release(self._cache.evict(self._cache.size))

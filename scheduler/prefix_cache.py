@@ -28,7 +28,7 @@ class Node:
 
 
 class PrefixCache:
-    """The tree. Pages come in by `add` and leave by `evict`; in between they belong to it alone.
+    """The tree. Pages come in by `add` and leave by `evict` or `discard`; in between they belong to it alone.
 
     `root` is the empty prefix: it has no page and is always there.
     """
@@ -91,6 +91,20 @@ class PrefixCache:
             if not node.holders:
                 self._unheld[node] = None
             node = node.parent
+
+    def discard(self, node: Node) -> list[int]:
+        """As `release`, but what is thereby of no more use to anybody is taken out: the pages of that.
+
+        Out goes the end of the path that nobody else holds. What has children stays: others have computed on from it.
+        """
+        pages = []
+        while node.parent and node.holders == 1 and not node.children:
+            del node.parent.children[node.tokens]
+            pages.append(node.page)
+            node = node.parent
+        self.size -= len(pages)
+        self.release(node)
+        return pages
 
     def add(self, node: Node, tokens: Sequence[int], page: int) -> Node:
         """`page` has the KV of the full page that follows `node` in `tokens`, which is not cached yet.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduler.core import Core, CoreLimits
 from scheduler.detokenize import NoText
 from scheduler.paging import pages_for
-from scheduler.protocol import Finished, Tokens, Usage
+from scheduler.protocol import Failed, Finished, Tokens, Usage
 from scheduler.request import Ending, Request
 from scheduler.traffic import split_stats
 from tests.scheduler.paged_worker import RECORD_NBYTES, PagedWorker, answer, audit
@@ -52,7 +52,8 @@ def check_step(step: RunStep, limits: CoreLimits) -> None:
     assert len(set(written)) == len(written), "a page that is written belongs to one request"
     for s in step.sequences:
         assert len(s.pages) == pages_for(s.start + len(s.tokens), limits.page_tokens)
-    assert [s.sequence for s in step.sequences] == sorted(s.sequence for s in step.sequences)
+    if step.mode != "demand":  # short ones are in the order of becoming so
+        assert [s.sequence for s in step.sequences] == sorted(s.sequence for s in step.sequences)
 
 
 PROMPTS = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(1, 40))
@@ -62,6 +63,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("submit"), PROMPTS, st.integers(1, 12)),
         st.tuples(st.just("step"), st.integers(1, 8), st.none()),
         st.tuples(st.just("fail"), st.none(), st.none()),
+        st.tuples(st.just("bad"), st.integers(0, 20), st.none()),
         st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
         st.tuples(st.just("abort_out"), st.integers(0, 20), st.none()),
     ),
@@ -104,7 +106,7 @@ class Run:
             self.over[index] = "abort"
             self.usages.append(self.requests[index].finished("abort", 2.0).usage)
 
-    def step(self, abort: int | None = None, fail: bool = False) -> bool:
+    def step(self, abort: int | None = None, fail: bool = False, bad: int | None = None) -> bool:
         alive = [r for r in self.requests if r.sequence not in self.over]
         step = self.core.plan(1.0)
         if step is None:
@@ -120,6 +122,8 @@ class Run:
         if abort is not None:
             self.abort(abort)
         self.check()
+        if bad is not None:
+            self.worker.bad = step.sequences[bad % len(step.sequences)].sequence
         if fail:
             self.worker.spoil(step.sequences)
             self.over |= {request.sequence: "failed" for request in self.core.fail_step()}
@@ -129,8 +133,8 @@ class Run:
 
     def _apply(self, step: RunStep, done: StepDone) -> None:
         shares = split_stats(done.stats, [len(s.tokens) for s in step.sequences])
-        for s, share in zip(step.sequences, shares, strict=True):
-            if s.sequence in self.over:
+        for s, share, token in zip(step.sequences, shares, done.tokens, strict=True):
+            if s.sequence in self.over or (s.sample and token < 0):
                 self.unreported = added(self.unreported, share)
         for reply in self.core.apply(done, 2.0):
             sequence = reply.request.sequence
@@ -141,6 +145,8 @@ class Run:
                 case Finished(reason=reason, usage=usage):
                     self.over[sequence] = reason
                     self.usages.append(usage)
+                case Failed():
+                    self.over[sequence] = "failed"
 
     def check(self) -> None:
         if self.audited:
@@ -157,6 +163,8 @@ class Run:
                         self.check()
                 case ("fail", _, _):
                     self.step(fail=True)
+                case ("bad", int(index), _):
+                    self.step(bad=index)
                 case ("abort", int(index), _):
                     self.abort(index)
                 case ("abort_out", int(index), _):
@@ -187,7 +195,7 @@ def test_everybody_ends_in_order_and_every_page_comes_back(limits: CoreLimits, a
 @settings(max_examples=300)
 @given(st.sampled_from(SCARCE), ACTIONS)
 def test_no_token_is_lost_sent_twice_or_drawn_from_another_prefix(limits: CoreLimits, actions: Actions) -> None:
-    """Preempted or not, over cached pages or not, beside steps that fail and clients that leave."""
+    """Preempted or not, over cached pages or not, beside steps that fail, bad logits and clients that leave."""
     run = Run(limits)
     run.act(actions)
     run.finish()
@@ -247,7 +255,7 @@ def test_who_is_first_with_a_demand_chunk_waits_for_one_streamed_chunk(limits: C
 @given(st.sampled_from(SCARCE), ACTIONS)
 def test_nothing_is_computed_twice_but_for_preempted_requests(limits: CoreLimits, actions: Actions) -> None:
     run = Run(limits)
-    run.act([action for action in actions if action[0] not in ("fail", "abort_out")])
+    run.act([action for action in actions if action[0] not in ("fail", "bad", "abort_out")])
     run.finish()
     computed = sum(request.computed - request.cached_tokens for request in run.requests)
     assert run.worker.computed == computed or run.core.preempted > 0
@@ -387,6 +395,39 @@ def test_a_request_without_logits_ends_alone_and_what_it_computed_is_not_reused(
         replies = run.core.apply(StepDone(bad, done.stats), 0.0)
     assert [type(reply.message) for reply in replies] == [Tokens]
     assert (run.core.running, run.core.pages.reusable([1] * 6), run.core.pages.reusable([2] * 6)) == (1, 0, 4)
+
+
+@pytest.mark.parametrize("length", [5, 8, 9, 30])
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_what_made_one_request_fail_makes_no_later_one_fail(length: int, leaves: bool) -> None:
+    """Its first chunk goes wrong, which shows with the last one only; also if its client leaves meanwhile."""
+    run = Run(audited=True)
+    prompt = list(range(length))
+    run.submit(prompt, 2)
+    run.step(bad=0)
+    while run.requests[0].computed and run.requests[0].pending > LIMITS.chunk_tokens:
+        run.step()
+    if 0 not in run.over:
+        run.step(abort=0 if leaves else None)
+    assert 0 in run.over and run.core.pages.free == LIMITS.pages
+    run.submit(prompt, 2)
+    run.finish()
+    assert run.tokens == {1: answer(prompt, 2)}
+
+
+def test_bad_logits_take_nothing_from_those_that_share_the_prefix() -> None:
+    run = Run(audited=True)
+    prefix = list(range(16))
+    run.submit([*prefix, 90], 8)
+    for _ in range(4):
+        run.step()
+    run.submit([*prefix, 91, 92], 2)
+    while 1 not in run.over:
+        run.step(bad=-1)
+        run.check()
+    assert run.over == {1: "failed"} and run.core.pages.reusable([*prefix, 93]) == 16
+    run.finish()
+    assert run.tokens == {0: answer([*prefix, 90], 8)}
 
 
 def test_answers_that_outgrow_the_pages_are_preempted_youngest_first_and_not_time_and_again() -> None:

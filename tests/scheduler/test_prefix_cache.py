@@ -85,6 +85,21 @@ class Caching(RuleBasedStateMachine):
             entry.let_go = self.time
         return multiple()
 
+    @rule(holding=consumes(held))
+    def discard(self, holding: tuple[Node, list[int]]) -> None:
+        pages = []
+        prefixes = self.prefixes(holding[1], len(holding[1]))
+        while prefixes and self.entries[prefixes[-1]].holders == 1:
+            prefix = prefixes[-1]
+            if any(longer[: len(prefix)] == prefix for longer in self.entries if len(longer) > len(prefix)):
+                break
+            pages.append(self.entries.pop(prefixes.pop()).page)
+        assert self.cache.discard(holding[0]) == pages
+        self.time += 1
+        for prefix in prefixes:
+            self.entries[prefix].holders -= 1
+            self.entries[prefix].let_go = self.time
+
     @rule(count=st.integers(0, 4))
     def evict(self, count: int) -> None:
         count = min(count, self.cache.evictable)
