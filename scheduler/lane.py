@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError
+from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError, code_of
 from scheduler.core import Core
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
@@ -39,7 +39,7 @@ class Lane:
         self.core = core
         self.death = ""  # why it takes no requests any more
         self.broken = False  # it died of an error of this process, not of its worker
-        self.unusable = False  # it died although its worker lives
+        self.loss = ""  # if it died although its worker lives: the code of PeerLost, by which another one is asked for
         self.resident = 0  # slots of its worker that held an expert after the last step
         self._outboxes: dict[int, Outbox] = {}
         self._work = asyncio.Event()
@@ -73,7 +73,7 @@ class Lane:
         await self._dead.wait()
         carry_counters(self.core, core)
         self.worker, self.core = worker, core
-        self.death, self.broken, self.unusable = "", False, False
+        self.death, self.broken, self.loss = "", False, ""
         self._dead.clear()
         self._lives.set()
 
@@ -100,12 +100,13 @@ class Lane:
         except asyncio.CancelledError:
             code, why = "draining", "the engine is stopping"
             raise
-        except SlotstreamError as error:
+        except PeerDied as error:
             why = str(error)
-            self.unusable = not isinstance(error, PeerDied)
+        except SlotstreamError as error:
+            why, self.loss = str(error), code_of(error)
         except Exception as error:
             log.exception("the core loop failed")
-            self.broken = True
+            self.broken, self.loss = True, "internal"
             why = f"the core loop failed: {type(error).__name__}: {error}"
         finally:
             self.death = why
@@ -114,7 +115,15 @@ class Lane:
             for outbox in self._outboxes.values():  # not by way of the core, which may be what failed
                 outbox.put_nowait(Failed(code, why))
             self._outboxes.clear()
+            self._empty_core()
+
+    def _empty_core(self) -> None:
+        """Nothing counts as waiting or running any more. A core that has failed may fail in this too; the next worker
+        comes with another one."""
+        try:
             self.core.fail_all()
+        except Exception:
+            log.exception("the core cannot be emptied")
 
     async def _has_work(self) -> bool:
         """Waits for something to do; False once the worker is gone."""
@@ -149,6 +158,8 @@ class Lane:
         except PeerTimeout as error:
             tokens = sum(len(sequence.tokens) for sequence in step.sequences)
             raise PeerTimeout(f"a {step.mode} step of {tokens} tokens took too long: {error}") from None
+        except RequestRefused as error:  # it cannot be sent: the worker, which knows nothing of it, is well
+            return StepFailed(error.code, error.detail)
 
     def _deliver(self, request: Request, message: Tokens | Finished | Failed) -> None:
         outbox = self._outboxes.get(request.sequence)
@@ -167,10 +178,7 @@ def carry_counters(old: Core, new: Core) -> None:
 
 @contextlib.asynccontextmanager
 async def running(lanes: list[Lane]) -> AsyncIterator[asyncio.Task[None]]:
-    """The lanes' loops run inside. Yields a task that ends when no lane lives and one of them was broken.
-
-    Lanes whose workers died end nothing: whoever started the workers sees to that, and health says it.
-    """
+    """The lanes' loops run inside. Yields a task that ends once they have `collapsed`."""
     tasks = [asyncio.create_task(lane.run()) for lane in lanes]
     collapse = asyncio.create_task(_collapse(lanes))
     try:
@@ -182,8 +190,16 @@ async def running(lanes: list[Lane]) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(collapse, *tasks, return_exceptions=True)
 
 
+def collapsed(lanes: list[Lane]) -> bool:
+    """Whether no lane lives and one of them was broken: then this process is to end, and a new one has new cores.
+
+    Lanes whose workers died end nothing: whoever started the workers sees to that, and health says it.
+    """
+    return any(lane.broken for lane in lanes) and not any(lane.alive for lane in lanes)
+
+
 async def _collapse(lanes: list[Lane]) -> None:
-    while any(lane.alive for lane in lanes) or not any(lane.broken for lane in lanes):
+    while not collapsed(lanes):
         changes = [asyncio.create_task(lane.changed()) for lane in lanes]
         try:
             await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)

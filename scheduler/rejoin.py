@@ -9,7 +9,7 @@ import zmq.asyncio
 from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
 from copyengine.wire.lifecycle import Event, Joined, Peer, PeerLost
 from scheduler.config import SchedulerConfig
-from scheduler.lane import Lane
+from scheduler.lane import Lane, collapsed
 from scheduler.startup import load_worker, new_core
 from scheduler.ticket import Service
 from worker.client import WorkerClient
@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 class Rejoiner:
     """Has each lane's worker replaced when the parent says that it was started anew, and tells the parent of it.
 
-    `tell` hears of Progress, Joined and PeerLost: also for a worker that lives and cannot be worked with any more.
+    `tell` hears of Progress, Joined and PeerLost: also for a worker that lives and cannot be worked with any more, be
+    it for an error of ours: a new one comes with a new core.
     """
 
     def __init__(self, context: zmq.asyncio.Context, config: SchedulerConfig, service: Service, tell: Tell) -> None:
@@ -49,8 +50,8 @@ class Rejoiner:
 
     async def _watch(self, lane: Lane) -> None:
         while True:
-            if lane.unusable:
-                self._tell(PeerLost(lane.name, lane.worker.endpoint, "peer_timeout", lane.death))
+            if lane.loss and not collapsed(self._service.lanes):  # or else we end, and the worker is well
+                self._tell(PeerLost(lane.name, lane.worker.endpoint, lane.loss, lane.death))
             await lane.changed()
 
     async def _take_back(self, lane: Lane, peer: Peer) -> None:

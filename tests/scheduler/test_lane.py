@@ -109,6 +109,45 @@ def test_a_failed_step_ends_its_requests_and_the_lane_goes_on() -> None:
     on_loop("selector", main)
 
 
+def test_a_step_that_cannot_be_sent_ends_its_requests_and_the_lane_goes_on() -> None:
+    """The worker has seen nothing of it."""
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]):
+            outbox: Outbox = asyncio.Queue()
+            no_form = Sampling(seed=2**70)
+            lane.submit(Request(1, [5], no_form, Ending(9), NoText(), 0.0), outbox)
+            end = await end_of(outbox)
+            assert isinstance(end, Failed) and end.code == "worker_failed" and "cannot be encoded" in end.detail
+            assert lane.alive and not lane.loss and not worker.steps
+            assert isinstance(await end_of(submit(lane, 2, max_tokens=3)), Finished)
+
+    on_loop("selector", main)
+
+
+def test_a_core_that_cannot_even_be_emptied_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("pages [3] are not all owned")
+
+    async def main() -> None:
+        async with lanes(2) as [(lane, _), (other, _)]:
+            lane.core.apply = lane.core.fail_all = fail  # type: ignore[assignment, method-assign]
+            async with running([lane, other]) as collapse:
+                end = await end_of(submit(lane, 1))
+                assert (
+                    isinstance(end, Failed)
+                    and end.detail == "the core loop failed: ValueError: pages [3] are not all owned"
+                )
+                assert lane.broken and lane.loss == "internal"
+                await lane.revive(other.worker, Core(LIMITS))
+                assert lane.alive and not lane.broken and not lane.loss
+                assert isinstance(await end_of(submit(lane, 2, max_tokens=3)), Finished)
+                assert not collapse.done()
+
+    on_loop("selector", main)
+    assert "the core cannot be emptied" in caplog.text
+
+
 def test_lanes_collapse_when_the_last_has_died_and_one_was_broken() -> None:
     async def main() -> None:
         async with lanes(2) as [(one, one_worker), (other, other_worker)]:

@@ -212,11 +212,51 @@ def test_a_worker_that_lives_but_is_of_no_use_is_told_of(model: Path, monkeypatc
                 await answer(client)
             lost = await parent.heard()
             assert isinstance(lost, PeerLost) and lost.endpoint == rig.worker.endpoint
+            assert lost.code == "peer_timeout"
             assert "a demand step of 3 tokens took too long" in lost.detail
             second = parent.start()
             assert await parent.heard() == Joined("worker0", second.endpoint)
             await second.die()
             third = parent.start()
             assert await parent.heard() == Joined("worker0", third.endpoint)
+
+    on_loop("selector", main)
+
+
+def test_a_worker_that_serves_another_scheduler_is_told_of_as_taken_over(model: Path) -> None:
+    async def main() -> None:
+        async with restarting(model) as (rig, parent, client):
+            rig.worker.failures.append(RequestRefused("taken_over", "another one has loaded"))
+            with pytest.raises(RequestRefused, match="another one has loaded"):
+                await answer(client)
+            lost = await parent.heard()
+            assert isinstance(lost, PeerLost)
+            assert (lost.endpoint, lost.code) == (rig.worker.endpoint, "taken_over")
+
+    on_loop("selector", main)
+
+
+def test_a_lane_whose_core_failed_is_replaced_while_another_serves(model: Path) -> None:
+    """With its worker, which is well; the last one's is let be, since the process ends and is started anew."""
+
+    async def main() -> None:
+        async with restarting(model, workers=2) as (rig, parent, client):
+            rig.worker.short = True
+            answers = await asyncio.gather(*(answer(client) for _ in range(2)), return_exceptions=True)
+            right = expected(PROMPT, 4, parent.vocab_size)
+            assert right in answers and sum(isinstance(each, RequestRefused) for each in answers) == 1
+            lost = await parent.heard()
+            assert isinstance(lost, PeerLost)
+            assert (lost.peer, lost.endpoint, lost.code) == ("worker0", rig.worker.endpoint, "internal")
+            assert "the core loop failed: ValueError" in lost.detail
+            worker = parent.start("worker0")
+            assert await parent.heard() == Joined("worker0", worker.endpoint)
+            assert await asyncio.gather(*(answer(client) for _ in range(4))) == [right] * 4 and worker.steps
+            await dead(rig, 1)
+            worker.short = True
+            with pytest.raises(RequestRefused, match="the core loop failed"):
+                await answer(client)
+            await asyncio.sleep(0.05)
+            assert parent.said.empty()
 
     on_loop("selector", main)
