@@ -8,12 +8,12 @@ import zmq.asyncio
 
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError
-from copyengine.wire.lifecycle import Listening, Ready, announce
+from copyengine.wire.lifecycle import Listening, Ready, StartFailed, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.process import Orders, refuse, run_process
 from scheduler.collected_stats import collecting
 from scheduler.config import SchedulerConfig
-from scheduler.lane import running
+from scheduler.lane import Lane, collapsed, running
 from scheduler.preflight import check_stats_file, listen_endpoint
 from scheduler.rejoin import Rejoiner
 from scheduler.server import SchedulerServer
@@ -32,9 +32,10 @@ async def serve(config: SchedulerConfig, orders: Orders) -> int:
         listening = asyncio.create_task(server.serve())
         return await _load_and_serve(config, context, server, orders)
     finally:
-        await server.close()
-        if listening:
+        if listening:  # it takes nothing that `close` would not see
             listening.cancel()
+            await asyncio.wait({listening})
+        await server.close()
         context.term()
 
 
@@ -60,7 +61,7 @@ async def _load_and_serve(
                 ended, _ = await asyncio.wait({drained, collapse, rejoining}, return_when=asyncio.FIRST_COMPLETED)
                 if rejoining in ended:
                     rejoining.result()  # a bug
-                return int(any(lane.broken for lane in service.lanes))  # why is in the log
+                return _exit_code(service.lanes)
             finally:
                 drained.cancel()
                 rejoining.cancel()
@@ -68,6 +69,14 @@ async def _load_and_serve(
                 await server.end()
     finally:
         await close_all([lane.worker for lane in service.lanes])
+
+
+def _exit_code(lanes: list[Lane]) -> int:
+    """Of an end that nothing outside forced. A collapse is announced with its cause."""
+    if not collapsed(lanes):
+        return 0
+    announce(StartFailed("internal", next(lane.death for lane in lanes if lane.broken)))
+    return 1
 
 
 async def _drain(server: SchedulerServer, orders: Orders) -> None:

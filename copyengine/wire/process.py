@@ -51,7 +51,8 @@ def run_process(
 ) -> int:
     """Run `main` until it returns or `orders.stop` is set, which cancels it; the exit code: main's, or 0.
 
-    A start that is refused (ConfigError) or fails is announced as StartFailed, see `refuse`.
+    A start that is refused (ConfigError) or fails is announced as StartFailed, see `refuse`. An exception group of one
+    stands for that one.
     """
 
     async def supervise() -> int:
@@ -71,12 +72,19 @@ def run_process(
     try:
         with asyncio.Runner(loop_factory=loop_factory(event_loop)) as runner:
             return runner.run(supervise())
-    except SlotstreamError as error:
-        return refuse(error, parent_pipe)
     except Exception as error:
+        cause = _cause(error)
+        if isinstance(cause, SlotstreamError):
+            return refuse(cause, parent_pipe)
         log.exception("the process failed")
-        announce(StartFailed("internal", f"{type(error).__name__}: {error}"))
+        announce(StartFailed("internal", f"{type(cause).__name__}: {cause}"))
         return 1
+
+
+def _cause(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def refuse(error: SlotstreamError, parent_pipe: bool = False) -> int:

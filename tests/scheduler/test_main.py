@@ -15,8 +15,12 @@ import zmq.asyncio
 
 from copyengine.wire.errors import PeerTimeout, RequestRefused
 from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Progress, Ready, StartFailed, parse_event
+from copyengine.wire.process import Orders
+from scheduler.__main__ import serve
 from scheduler.client import Client
+from scheduler.config import SchedulerConfig
 from scheduler.protocol import Sampling
+from scheduler.server import SchedulerServer
 from tests.scheduler.rig import FakeWorker, on_loop
 
 PRINTED = {
@@ -147,7 +151,7 @@ def test_a_stop_ends_what_runs_with_the_code_of_a_stop(model: Path, event_loop: 
 
 
 def test_a_bug_that_leaves_no_worker_usable_ends_the_process(model: Path, event_loop: str) -> None:
-    """By the exit code its launcher sees; the request has its end before."""
+    """By the exit code its launcher sees, and with the cause; the request has its end before."""
 
     async def main() -> None:
         async with scheduler(model, "--event-loop", event_loop, "--parent-pipe") as (process, worker):
@@ -157,9 +161,45 @@ def test_a_bug_that_leaves_no_worker_usable_ends_the_process(model: Path, event_
                 with pytest.raises(RequestRefused) as ended:
                     await client.generate(token_ids=[5]).text()
                 assert ended.value.code == "worker_failed"
-            assert await process.code() == 1
+            failed = await process.event()
+            assert isinstance(failed, StartFailed) and failed.code == "internal"
+            assert failed.detail.startswith("the core loop failed: ValueError")
+            assert await process.event() is None and await process.code() == 1
 
     on_loop(event_loop, main)
+
+
+def test_nothing_is_taken_while_the_server_closes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `close` does not know of it cannot end."""
+    closed_while_serving: list[bool] = []
+
+    class Server(SchedulerServer):
+        serving = False
+
+        async def serve(self) -> None:
+            self.serving = True
+            try:
+                await super().serve()
+            finally:
+                await asyncio.sleep(0)
+                self.serving = False
+
+        async def close(self) -> None:
+            closed_while_serving.append(self.serving)
+            await super().close()
+
+    async def load(*_: object) -> int:
+        await asyncio.sleep(0.01)
+        return 0
+
+    monkeypatch.setattr("scheduler.__main__.SchedulerServer", Server)
+    monkeypatch.setattr("scheduler.__main__._load_and_serve", load)
+
+    async def main() -> None:
+        assert await serve(SchedulerConfig(model=str(model), workers="", port=0), Orders()) == 0
+        assert closed_while_serving == [False]
+
+    on_loop("selector", main)
 
 
 def test_a_dead_worker_does_not_end_the_process(model: Path) -> None:

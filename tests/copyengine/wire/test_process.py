@@ -35,6 +35,24 @@ def test_a_start_that_fails_is_told_once(error: str, code: str, exit_code: int, 
     assert done.stderr == ("" if parent_pipe else "error: no good\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "detail"),
+    [
+        ("ExceptionGroup('tasks', [ExceptionGroup('more', [ValueError('a bug')])])", "internal", "ValueError: a bug"),
+        ("ExceptionGroup('tasks', [PeerDied('gone')])", "peer_died", "gone"),
+        (
+            "ExceptionGroup('tasks', [KeyError(1), KeyError(2)])",
+            "internal",
+            "ExceptionGroup: tasks (2 sub-exceptions)",
+        ),
+    ],
+)
+def test_what_one_of_several_tasks_failed_of_is_announced_as_itself(error: str, code: str, detail: str) -> None:
+    done = run(error, True)
+    assert done.returncode == 1
+    assert parse_event(done.stdout.encode()) == StartFailed(code, detail)
+
+
 def test_a_bug_is_announced_and_leaves_its_traceback() -> None:
     done = run("ZeroDivisionError('a bug')", True)
     assert done.returncode == 1
