@@ -24,8 +24,8 @@ BUSY_S = 1.0
 QUIET_S = 5.0
 """And while they do not: an idle engine is to stay idle."""
 
-END_S = 2.0
-"""Seconds that the thread has to end."""
+END_S = 0.5
+"""Seconds that the thread has to end: the end of the engine waits for it."""
 
 
 class LiveStatus:

@@ -109,6 +109,8 @@ def test_it_follows_a_scheduler_that_is_started_anew(
 def test_a_long_line_does_not_wrap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not be erased if it did."""
     monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(live_status, "END_S", 10.0)
+    monkeypatch.setattr(live_status, "BUSY_S", 30.0)
     out = Terminal()
 
     async def main() -> None:
@@ -123,3 +125,13 @@ def test_a_long_line_does_not_wrap(model: Path, monkeypatch: pytest.MonkeyPatch)
         assert max(map(len, lines)) == 19
 
     on_loop("selector", main)
+
+
+def test_a_thread_that_is_stuck_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then a signal would find nobody who ends the engine's processes."""
+    release = threading.Event()
+    monkeypatch.setattr(LiveStatus, "_run", lambda _: release.wait(10))
+    with LiveStatus("tcp://127.0.0.1:1", Terminal()):
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 1.5
+    release.set()
