@@ -31,7 +31,7 @@ from copyengine.copier import Attachment
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice
 from copyengine.device.probe import cuda_devices
 from copyengine.loading import DUMMY_SEED, BankLoader
-from copyengine.protocol import Load, Loaded, LoadProgress
+from copyengine.protocol import Attach, Load, Loaded, LoadProgress
 from copyengine.server import CopyEngineServer
 from copyengine.thread import CopyEngineThread
 from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused, SlotstreamError, WireError
@@ -521,9 +521,14 @@ def test_an_attach_for_which_nobody_can_say_who_lives_maps_nothing(model: str, m
     async def test() -> None:
         async with engine() as (server, client):
             slots = slots_for(await client.load(model, "bfloat16"), client)
-            opened: list[Attachment] = []
+            opened: list[str] = []
             open_attachment = server._open
-            monkeypatch.setattr(server, "_open", lambda attach: opened.append(open_attachment(attach)) or opened[-1])
+
+            def opening(attach: Attach) -> Attachment:
+                opened.append(attach.worker)
+                return open_attachment(attach)
+
+            monkeypatch.setattr(server, "_open", opening)
             with monkeypatch.context() as patch:
                 patch.setattr("copyengine.server.ledger.owned", owned)
                 with pytest.raises(ConfigError, match="no directory"):
