@@ -9,6 +9,7 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main`: Ctrl-C during the imports shows no traceback
 
+import contextlib
 import io
 import logging
 import os
@@ -83,10 +84,11 @@ class ProgressLine:
         """So much is through."""
         finished = seen.done_nbytes >= seen.total_nbytes
         text = f"{seen.phase}: {seen.done_nbytes / 1e6:,.0f} of {seen.total_nbytes / 1e6:,.0f} MB"
-        if self._live:
-            print(f"\r\x1b[K{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
-        elif seen.phase != self._phase or finished:
-            print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal is gone, and we serve on without it
+            if self._live:
+                print(f"\r\x1b[K{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
+            elif seen.phase != self._phase or finished:
+                print(text, file=sys.stderr, flush=True)
         self._phase = seen.phase
 
 

@@ -12,6 +12,7 @@ decode steps that routed to expert e of layer l; a hit rate is null where nothin
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from copyengine.wire.errors import SlotstreamError
 from worker.client import WorkerClient
 from worker.protocol import LayerStatsReply, LayerTraffic
 
-EVERY_S = 300.0
+EVERY_S = 30.0
 """Seconds between two writings while the engine runs: what a killed one loses at most."""
 
 ANSWER_S = 30.0
@@ -121,6 +122,8 @@ class Collector:
 
 def replace_file(path: Path, content: bytes) -> None:
     """`path` holds `content` or what it held before, whatever happens. OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "something that is no file is there")
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         unfinished.write_bytes(content + b"\n")
@@ -135,7 +138,7 @@ async def collecting(file: str, model: str, workers: Callable[[], Sequence[Worke
     if not file:
         yield
         return
-    collector = Collector(Path(file), model, workers)
+    collector = Collector(Path(file).resolve(), model, workers)
     writing = asyncio.create_task(collector.run())
     try:
         yield

@@ -64,7 +64,7 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     collect_stats: Annotated[
         str,
         Meta(
-            description="JSON file for hit rates by layer and routing frequencies, written at the end and now and then"
+            description="JSON file for hit rates by layer and routing frequencies, written every 30 s and at the end"
         ),
     ] = ""
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"

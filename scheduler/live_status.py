@@ -61,7 +61,8 @@ class LiveStatus:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
                 self._loop.call_soon_threadsafe(self._wake.set)
         self._thread.join(END_S)
-        self._draw("", last=True)
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            self._draw("", last=True)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal is gone

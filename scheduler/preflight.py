@@ -42,14 +42,16 @@ def check_stats_file(config: ServingConfig) -> None:
     """ConfigError if --collect-stats names a file that cannot be written; makes nothing."""
     if not config.collect_stats:
         return
-    path = Path(config.collect_stats)
+    path = Path(config.collect_stats).resolve()
     if path.is_dir():
         raise ConfigError(f"--collect-stats {path}: is a directory; name a file in it")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--collect-stats {path}: is a device or the like, which would be replaced; name a file")
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part"):
             pass
     except OSError as error:
-        raise ConfigError(f"--collect-stats {path}: {path.parent} cannot be written to: {error.strerror}") from None
+        raise ConfigError(f"--collect-stats {path}: cannot be written: {error.strerror}") from None
 
 
 def max_model_len(config: ServingConfig, positions: int, kv_tokens: int) -> int:

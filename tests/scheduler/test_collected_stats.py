@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -111,12 +112,24 @@ def test_a_disk_that_takes_nothing_is_an_error_line_and_keeps_what_was_there(
 
 
 def test_what_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
-    for file in (tmp_path, tmp_path / "none" / "stats.json", Path(sys.executable) / "stats.json"):
+    link = tmp_path / "link"
+    link.symlink_to(os.devnull)
+    long = tmp_path / ("n" * 252)  # itself no longer than a name may be, but no room for a side file's
+    for file in (tmp_path, tmp_path / "none" / "stats.json", Path(sys.executable) / "stats.json", link, long):
         with pytest.raises(ConfigError, match="--collect-stats"):
             check_stats_file(ServingConfig(collect_stats=str(file)))
     check_stats_file(ServingConfig(collect_stats=str(tmp_path / "stats.json")))
     check_stats_file(ServingConfig())
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [link]
+
+
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    """Against a pipe that has come into its place since the start."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no file"):
+        replace_file(pipe, b"{}")
+    assert list(tmp_path.iterdir()) == [pipe] and pipe.is_fifo()
 
 
 @pytest.mark.parametrize("way", ["drain", "eof", "SIGTERM"])
