@@ -89,7 +89,7 @@ class Collector:
 
     def __init__(self, path: Path, model: str, workers: Callable[[], Sequence[WorkerClient]]) -> None:
         """`workers` are those that live now; each process has a client of its own."""
-        self._path = path
+        self._path = path.resolve()
         self._model = model
         self._workers = workers
         self._told: dict[WorkerClient, LayerStatsReply] = {}
@@ -138,7 +138,7 @@ async def collecting(file: str, model: str, workers: Callable[[], Sequence[Worke
     if not file:
         yield
         return
-    collector = Collector(Path(file).resolve(), model, workers)
+    collector = Collector(Path(file), model, workers)
     writing = asyncio.create_task(collector.run())
     try:
         yield
