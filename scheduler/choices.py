@@ -23,12 +23,14 @@ class Choices:
 
     def start(self) -> None:
         """Submit the first."""
+        self._lane.core.hold(self._requests[1:])
         self._lane.submit(self._requests[0], _ChoiceOutbox(self, 0))
 
     def abort(self) -> None:
         """End those that have not ended."""
         held, self._held = self._held, range(0)
         for index, request in enumerate(self._requests):
+            self._lane.core.drop(request)
             if self._lane.abort(request) or index in held:
                 self.take(index, request.finished("abort", time.monotonic()))
 

@@ -17,6 +17,7 @@ what the others are about to take.
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -68,6 +69,7 @@ class Core:
         self._limits = limits
         self._waiting: deque[Request] = deque()  # in the order of arrival, and all behind the running ones
         self._running: list[Request] = []  # in the order of arrival
+        self._held: dict[int, Request] = {}  # by sequence: will be submitted when their prompt is computed
         self._out: list[tuple[Request, int]] = []  # requests of the step that is out, with their token counts
         self._out_mode: Mode = "decode"
         self._turn = Turn()
@@ -76,8 +78,8 @@ class Core:
 
     @property
     def waiting(self) -> int:
-        """Requests that are not admitted yet."""
-        return len(self._waiting)
+        """Requests that are not admitted yet, held ones too."""
+        return len(self._waiting) + len(self._held)
 
     @property
     def running(self) -> int:
@@ -87,15 +89,37 @@ class Core:
     @property
     def load(self) -> int:
         """Tokens still to be computed or, at most, to be generated, by which workers are compared."""
-        requests = [*self._waiting, *self._running]
+        requests = [*self._waiting, *self._running, *self._held.values()]
         return sum(r.pending + r.max_tokens - r.new_tokens for r in requests)
 
-    def would_wait(self, request: Request) -> bool:
-        """Whether `request`, submitted now, could not run at once."""
-        return bool(self._waiting) or not self._fits(request)
+    @property
+    def places(self) -> int:
+        """Requests that may run at a time."""
+        return self._limits.max_running
+
+    def would_wait(self, request: Request, answers: int = 1) -> int:
+        """How many of `answers` to the prompt of `request` could not run if they were submitted now, behind those held.
+
+        What the first one computes the others share.
+        """
+        if self._waiting or not self._fits(request):
+            return answers
+        places = self.places - len(self._running) - len(self._held)
+        room = self._room() - self.pages.cost(request.tokens)
+        fit = 1 + max(0, room) // self.pages.cost_of_another(request.tokens)
+        return answers - max(0, min(answers, places, fit))
+
+    def hold(self, requests: Iterable[Request]) -> None:
+        """They count as waiting until they are submitted or dropped."""
+        self._held |= {request.sequence: request for request in requests}
+
+    def drop(self, request: Request) -> None:
+        """It is held no more. No-op if it was not."""
+        self._held.pop(request.sequence, None)
 
     def submit(self, request: Request) -> None:
         """Queue it behind all others. It must fit into all pages together."""
+        self.drop(request)
         longest = request.prompt_tokens + request.max_tokens
         assert pages_for(longest, self._limits.page_tokens) <= self._limits.pages
         self._waiting.append(request)
@@ -174,6 +198,7 @@ class Core:
         """The worker is gone, and all KV with it: ends every request, and returns those that had not ended."""
         waiting = list(self._waiting)
         self._waiting.clear()
+        self._held.clear()
         for request in waiting:
             request.end()
         failed = self.fail_step()
@@ -242,11 +267,12 @@ class Core:
         prompt, and a page in any case."""
         if len(self._running) >= self._limits.max_running:
             return False
-        if not self._running:
-            return True
-        pages = self.pages
-        owed = sum(max(1, pages.lacking(other.kv, len(other.tokens) + 1)) for other in self._running)
-        return pages.cost(request.tokens) + owed <= pages.available
+        return not self._running or self.pages.cost(request.tokens) <= self._room()
+
+    def _room(self) -> int:
+        """Pages beyond those that running requests are about to take."""
+        owed = sum(max(1, self.pages.lacking(other.kv, len(other.tokens) + 1)) for other in self._running)
+        return self.pages.available - owed
 
     def _admit(self) -> None:
         """First come, first served: the head of the queue waits for its pages, and everybody behind it too."""

@@ -105,6 +105,11 @@ class KvPages:
         shared = self._cache.held_depth(self._cache.longest(tokens))
         return pages_for(len(tokens) + 1, self._page_tokens) - shared
 
+    def cost_of_another(self, tokens: Sequence[int]) -> int:
+        """What a further request for the same `tokens` would take, once one has computed them and is still there."""
+        shared = (len(tokens) - 1) // self._page_tokens if self._reuse else 0
+        return pages_for(len(tokens) + 1, self._page_tokens) - shared
+
     def lacking(self, kv: Holding, tokens: int) -> int:
         """Pages that it takes beyond those of `kv` to hold `tokens` positions."""
         return pages_for(tokens, self._page_tokens) - len(kv.pages)

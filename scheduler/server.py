@@ -142,14 +142,7 @@ class SchedulerServer:
     def _submit(self, service: Service, ticket: Ticket, requests: list[Request]) -> None:
         """Hand them to the worker that suits them best. RequestRefused if none lives or too many wait already."""
         request = requests[0]
-        lanes = self._alive(service)
-        cached = [lane.core.pages.reusable(request.tokens) for lane in lanes]
-        lane = lanes[route([lane.core.load for lane in lanes], cached)]
-        waiting = sum(lane.core.waiting for lane in service.lanes)
-        if waiting >= service.max_queued and lane.core.would_wait(request):
-            raise RequestRefused(
-                "queue_full", f"{waiting} requests wait already, --max-queued-requests is {service.max_queued}"
-            )
+        lane = self._lane_for(service, request, len(requests))
         ticket.request = request
         self._tally.prompt_tokens += request.prompt_tokens
         if ticket.aborted:
@@ -161,6 +154,24 @@ class SchedulerServer:
             ticket.choices.start()
         else:
             lane.submit(request, ticket.outbox)
+
+    def _lane_for(self, service: Service, request: Request, answers: int) -> Lane:
+        """The worker that suits it best; if too many would wait there, the least loaded one where they would not."""
+        lanes = self._alive(service)
+        cached = [lane.core.pages.reusable(request.tokens) for lane in lanes]
+        lane = lanes[route([lane.core.load for lane in lanes], cached)]
+        waiting = sum(lane.core.waiting for lane in service.lanes)
+
+        def takes_it(lane: Lane) -> bool:
+            late = lane.core.would_wait(request, answers)
+            return not late or waiting + late <= service.max_queued
+
+        if takes_it(lane):
+            return lane
+        others = [other for other in lanes if takes_it(other)]
+        if not others:
+            raise _queue_full(service, waiting, answers)
+        return min(others, key=lambda other: other.core.load)
 
     def _send(self, call: Call[protocol.Request, protocol.Reply], tokens: Tokens) -> None:
         """PeerDied if the client is gone."""
@@ -207,6 +218,13 @@ class SchedulerServer:
     def _stats(self) -> protocol.StatsReply:
         lanes = self._service.lanes if self._service else []
         return stats_reply(lanes, self._tally, self._rpc.dropped_frames)
+
+
+def _queue_full(service: Service, waiting: int, answers: int = 1) -> RequestRefused:
+    more = f" and {answers} more are asked for" if answers > 1 else ""
+    return RequestRefused(
+        "queue_full", f"{waiting} requests wait already{more}, --max-queued-requests is {service.max_queued}"
+    )
 
 
 def _finish_aborted(ticket: Ticket, request: Request) -> None:

@@ -86,7 +86,9 @@ def test_an_abort_ends_all_answers(model: Path, when: str) -> None:
 
             reading = asyncio.create_task(read())
             if when != "all run":
-                await rig.settled(running=1)
+                await rig.settled(running=4)
+                stats = await client.stats()
+                assert (stats.running, stats.waiting) == (1, 3)
                 await client.abort(answer.request_id)
                 rig.worker.gate.set()
             await reading
@@ -94,6 +96,53 @@ def test_an_abort_ends_all_answers(model: Path, when: str) -> None:
             assert [choice.reason for choice in answer.finished.choices] == ["abort"] * 4
             await all_pages_back(rig)
             assert (await client.stats()).aborted == 1
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize(("answers", "queued"), [(4, 1), (5, 0)])
+def test_answers_that_would_wait_need_places_in_the_queue(model: Path, answers: int, queued: int) -> None:
+    """Four run at a time, and two of them do already."""
+
+    async def main() -> None:
+        async with engine(model, max_running_requests=4, max_queued_requests=queued) as rig, rig.client() as client:
+            rig.worker.gate.clear()
+            two = client.generate(token_ids=[3] * 20, sampling=Sampling(n=2, max_tokens=2, ignore_eos=True))
+            asked = [asyncio.create_task(two.texts())]
+            await rig.settled(running=2)
+            with pytest.raises(RequestRefused) as refused:
+                await client.generate(token_ids=PROMPT, sampling=Sampling(n=answers)).texts()
+            assert (refused.value.code, refused.value.detail) == (
+                "queue_full",
+                f"1 requests wait already and {answers} more are asked for, --max-queued-requests is {queued}",
+            )
+            fits = client.generate(token_ids=PROMPT, sampling=Sampling(n=2, max_tokens=2, ignore_eos=True))
+            asked.append(asyncio.create_task(fits.texts()))
+            await rig.settled(running=4)
+            rig.worker.gate.set()
+            assert [len(texts) for texts in await asyncio.gather(*asked)] == [2, 2]
+            await all_pages_back(rig)
+
+    on_loop("selector", main)
+
+
+def test_answers_that_are_still_held_count_as_load(model: Path) -> None:
+    """The next request goes to the other worker, though it has more to do than the first of the answers."""
+
+    async def main() -> None:
+        async with engine(model, workers=2) as rig, rig.client() as client:
+            for worker in rig.workers:
+                worker.gate.clear()
+            requests = [(PROMPT, Sampling(n=8, max_tokens=10)), ([3], Sampling(max_tokens=200)), ([4], Sampling())]
+            asked = []
+            for running, (prompt, sampling) in zip((8, 9, 10), requests, strict=True):
+                answer = client.generate(token_ids=prompt, sampling=sampling)
+                asked.append(asyncio.create_task(answer.texts()))
+                await rig.settled(running=running)
+            assert [lane.core.running for lane in rig.lanes] == [1, 2]
+            for worker in rig.workers:
+                worker.gate.set()
+            await asyncio.gather(*asked)
 
     on_loop("selector", main)
 

@@ -374,6 +374,30 @@ def test_who_does_not_fit_waits_for_pages_and_nobody_overtakes() -> None:
     assert (core.running, core.waiting) == (1, 2)
 
 
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("places", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("pages", [15, 20, 21, 22, 23, 60])
+@pytest.mark.parametrize("length", [4, 9, 13])
+def test_as_many_answers_to_one_prompt_wait_as_is_foretold(length: int, pages: int, places: int, cache: bool) -> None:
+    """Or two more, since in the meantime the two that run have grown by a page each."""
+    limits = CoreLimits(pages, 4, max_running=places, demand_tokens=8, chunk_tokens=64, prefix_cache=cache)
+    core, worker = Core(limits), PagedWorker(4)
+    core.submit(make_request(0, [99] * 10, 20))
+    first, *others = [make_request(sequence, length, 20) for sequence in range(1, 7)]
+    foretold = core.would_wait(first, 6)
+    core.hold(others)
+    core.submit(first)
+    assert core.waiting == 5 + (foretold == 6)
+    assert places > 7 or core.would_wait(make_request(9, 1, 1)) == 1, "held ones go before"
+    for _ in range(2):
+        step = core.plan(0.0)
+        assert step
+        core.apply(worker.run(step), 0.0)
+    for request in others:
+        core.submit(request)
+    assert foretold <= core.waiting <= foretold + (2 if pages < 60 else 0)
+
+
 def test_who_is_admitted_leaves_each_running_request_a_page_to_grow() -> None:
     run = Run(CoreLimits(pages=3, page_tokens=4, max_running=2, demand_tokens=8, chunk_tokens=8))
     run.submit([1] * 4, 8)

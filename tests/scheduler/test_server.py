@@ -273,6 +273,31 @@ def test_a_request_that_runs_at_once_needs_no_place_in_the_queue(model: Path, ma
     on_loop("selector", main)
 
 
+def test_a_full_worker_refuses_nothing_that_runs_at_once_on_another(model: Path) -> None:
+    """The prompt's prefix is cached by the first worker, whose only place is taken."""
+
+    async def main() -> None:
+        serving = engine(model, workers=2, max_running_requests=1, max_queued_requests=0)
+        async with serving as rig, rig.client() as client:
+            prompt = [5] * 1024
+            await collect(client, token_ids=prompt, sampling=sampling(1))
+            for worker in rig.workers:
+                worker.gate.clear()
+            asked = []
+            for running in (1, 2):
+                request = collect(client, token_ids=prompt, sampling=sampling(2))
+                asked.append(asyncio.create_task(request))
+                await rig.settled(running=running)
+            assert [lane.core.running for lane in rig.lanes] == [1, 1]
+            assert (await refusal(client, token_ids=prompt, sampling=sampling(2))).code == "queue_full"
+            for worker in rig.workers:
+                worker.gate.set()
+            ends = [finished for _, _, finished in await asyncio.gather(*asked)]
+            assert [end.usage.cached_tokens for end in ends] == [1008, 0]
+
+    on_loop("selector", main)
+
+
 def test_a_request_aborts_wherever_it_is(model: Path, event_loop: str) -> None:
     async def main() -> None:
         async with engine(model, max_running_requests=1) as rig, rig.client() as client:
