@@ -214,12 +214,12 @@ class WorkerCounters(Struct, frozen=True):
 class StatsReply(Struct, frozen=True, tag=True):
     """Counters since the start.
 
-    An accepted request is `waiting` or `running`, each of several answers to it by itself, and ends in exactly one of `finished`, `failed` and `aborted`, counted
-    with its last reply; `aborted` are also those whose client left before their end. `prompt_tokens` are those of
-    all accepted requests, `generated_tokens` those that were sent. `kv_pages_cached` are in the prefix cache, whether
-    requests use them or not; those neither free nor cached are running requests' own. `cached_tokens` were prompt
-    tokens not computed because their KV was cached, `preempted` counts each time that a request gave its pages back and
-    waited again.
+    An accepted request is `waiting` or `running`, where each of several answers counts by itself, and ends in exactly
+    one of `finished`, `failed` and `aborted`, counted with its last reply; `aborted` are also those whose client left
+    before their end. `prompt_tokens` are those of all accepted requests, `generated_tokens` those that were sent.
+    `kv_pages_cached` are in the prefix cache, whether requests use them or not; those neither free nor cached are
+    running requests' own. `cached_tokens` were prompt tokens not computed because their KV was cached, `preempted`
+    counts each time that a request gave its pages back and waited again.
     """
 
     waiting: int

@@ -96,6 +96,7 @@ class SchedulerServer:
         key = (call.peer, request_id)
         if key in self._tickets:
             raise RequestRefused("duplicate_request", f"request_id {request_id!r} of this client is still being served")
+        self._check_room(service)
         ticket = self._tickets[key] = Ticket(lambda tokens: self._send(call, tokens))
         self._idle.clear()
         try:
@@ -111,6 +112,16 @@ class SchedulerServer:
             del self._tickets[key]
             if not self._tickets:
                 self._idle.set()
+
+    def _check_room(self, service: Service) -> None:
+        """RequestRefused if the requests that have not ended would take all places, running and waiting, by themselves.
+
+        Also those that are not accepted yet count: each may hold a prompt as large as a message may be.
+        """
+        served = sum(ticket.outbox.final is None for ticket in self._tickets.values())
+        waiting = served - sum(lane.core.places for lane in self._alive(service))
+        if waiting >= service.max_queued:
+            raise _queue_full(service, waiting)
 
     async def _prepare(self, service: Service, ticket: Ticket, generate: Generate) -> list[Request]:
         """The checked requests, one for each answer.

@@ -5,6 +5,7 @@ workers were sent.
 """
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from tokenizers import Tokenizer
 
 from copyengine.wire.errors import PeerDied, RequestRefused
 from scheduler.client import Client
-from scheduler.protocol import Finished, Message, Sampling, Tokens
+from scheduler.protocol import Finished, Generate, Message, Sampling, Tokens
+from scheduler.tokenize import TextCodec
 from scheduler.traffic import total
 from tests.scheduler.rig import COPY_FAILED, RECORD_NBYTES, Rig, engine, expected, on_loop
 
@@ -262,6 +264,37 @@ def test_one_more_than_may_wait_is_refused(model: Path, event_loop: str) -> None
             assert [ids for _, ids, _ in await asyncio.gather(*asked)] == [[6]] * 3
 
     on_loop(event_loop, main)
+
+
+def test_no_more_prompts_are_taken_in_than_there_are_places(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One runs and one waits at most: the third is refused before its text is looked at, and not once one has ended."""
+    begun, goes_on, encode = list[str](), threading.Event(), TextCodec.encode
+
+    def slow(codec: TextCodec, generate: Generate, most: int) -> list[int]:
+        begun.append(str(generate.prompt))
+        assert goes_on.wait(10)
+        return encode(codec, generate, most)
+
+    monkeypatch.setattr(TextCodec, "encode", slow)
+
+    async def main() -> None:
+        async with engine(model, max_running_requests=1, max_queued_requests=1) as rig, rig.client() as client:
+            asked = [asyncio.create_task(collect(client, prompt="ab"[i], sampling=sampling(2))) for i in range(2)]
+            async with asyncio.timeout(5):
+                while len(begun) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            refused = await asyncio.wait_for(refusal(client, prompt="c", sampling=sampling(2)), 5)
+            assert refused.code == "queue_full"
+            assert refused.detail == "1 requests wait already, --max-queued-requests is 1"
+            goes_on.set()
+            await asyncio.gather(*asked)
+            await collect(client, prompt="d", sampling=sampling(2))
+            assert sorted(begun) == ["a", "b", "d"]
+
+    try:
+        on_loop("selector", main)
+    finally:
+        goes_on.set()
 
 
 @pytest.mark.parametrize("max_queued", [0, 1])
