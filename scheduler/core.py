@@ -13,6 +13,8 @@ arrival. So there is always progress: the oldest request is never preempted, sin
 it does not use itself can be had, and it fits into all pages together. And there is no thrashing: a preempted request
 comes back only when another one has ended or computed a chunk of its prompt, and only if all its tokens then fit beside
 what the others are about to take.
+
+It then prefills its prompt and takes its answer so far token by token: in one chunk it would be rounded otherwise.
 """
 
 import itertools
@@ -159,7 +161,7 @@ class Core:
         out, self._out = self._out, []
         logprobs = done.logprobs or [None] * len(out)
         for (request, count), share, token, told in zip(out, shares, done.tokens, logprobs, strict=True):
-            bad = token < 0 and count == request.pending
+            bad = token < 0 and request.draws(count)
             if request.phase == "ended":  # aborted while the step was out
                 self._close(request, bad)
                 continue
@@ -170,7 +172,7 @@ class Core:
             request.took_part(count, mode, share)
             if mode != "decode":
                 self.pages.publish(request.kv, request.tokens, request.computed)
-            if request.pending:
+            if not request.draws(0):
                 continue
             tokens, reason = request.take_token(token, now_s, told)
             replies.append(Reply(request, tokens))
@@ -216,8 +218,9 @@ class Core:
     def _choose(self) -> tuple[StepKind, list[tuple[Request, int]]]:
         """What the next step is and how many tokens it takes of whom."""
         limits = self._limits
+        prefilling = any(request.phase == "prefill" for request in self._running)
+        short, long = self._prefilling() if prefilling else ([], [])
         decoding = [request for request in self._running if request.phase == "decode"]
-        short, long = self._prefilling() if len(decoding) < len(self._running) else ([], [])
         kind = next_kind(self._turn, bool(decoding), bool(short), bool(long))
         assert kind
         if kind == "decode":
@@ -234,9 +237,9 @@ class Core:
         """
         short, long = list[Request](), list[Request]()
         for request in self._running:
-            if request.phase != "prefill":
-                continue
-            self._reuse(request)
+            if request.phase == "prefill":
+                self._reuse(request)
+        for request in [request for request in self._running if request.phase == "prefill"]:
             if request.short_since is None and not request.begun and self._is_short(request):
                 request.short_since = next(self._short_order)
             (long if request.short_since is None else short).append(request)

@@ -79,8 +79,13 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed: what is left of the prompt, or the one newest token."""
-        return len(self.tokens) - self.computed
+        """Tokens whose KV is still to be computed: what is left of the prompt, and after it of the answer, which is the
+        one newest token unless it was preempted."""
+        return (self.prompt_tokens if self.computed < self.prompt_tokens else len(self.tokens)) - self.computed
+
+    def draws(self, count: int) -> bool:
+        """Whether a step that computes its next `count` tokens draws one: all of them are known, and no more."""
+        return self.computed + count == len(self.tokens)
 
     def admit(self, kv: Holding) -> None:
         """Its KV goes into the pages of `kv`; it may prefill from now on."""
@@ -96,10 +101,12 @@ class Request:
         spared = max(0, covered - max(self.computed, self._reached))
         self.cached_tokens += spared
         self.computed = max(self.computed, covered)
+        self._settle()
         return spared
 
     def preempt(self) -> None:
-        """Its pages are taken away: once it is admitted again it prefills all its tokens, the answer's so far too.
+        """Its pages are taken away: once it is admitted again it prefills its prompt and then takes its answer so far
+        token by token, as before: computed at once, they would be rounded otherwise, and it might go on otherwise.
 
         Nothing is sent twice: what it draws next is its next token, by (seed, position) as if nothing had happened.
         """
@@ -118,17 +125,26 @@ class Request:
             tokens=self.tokens[self.computed : end],
             start=self.computed,
             pages=self.kv.pages[: pages_for(end, page_tokens)],
-            sample=self._sampling_now() if end == len(self.tokens) else None,
+            sample=self._sampling_now(count),
         )
 
-    def _sampling_now(self) -> StepSampling:
+    def _sampling_now(self, count: int) -> StepSampling | None:
+        """Of a token of the answer that is known something is drawn all the same, which leaves the step a graph."""
+        if not self.draws(count):
+            return StepSampling() if self.phase == "decode" else None
         return replace(self._sampling, changes=self._seen.told()) if self._seen else self._sampling
 
     def took_part(self, count: int, mode: Mode, share: ExpertStats) -> None:
         """A step computed its next `count` tokens; `share` is its part of the step's expert traffic."""
         self.computed += count
         self.begun = True
+        self._settle()
         self._cost.add(mode, share)
+
+    def _settle(self) -> None:
+        """A prompt that is computed, and of which a token was drawn before, is prefilled."""
+        if self.prompt_tokens <= self.computed < len(self.tokens):
+            self.phase = "decode"
 
     def take_token(
         self, token: int, now_s: float, logprobs: StepLogprobs | None = None

@@ -80,20 +80,27 @@ def test_an_answer_that_never_began_has_no_times_but_its_own() -> None:
     assert (timing.queued_s, timing.ttft_s, timing.tpot_s, timing.total_s) == (2.0, 0.0, 0.0, 2.0)
 
 
-def test_a_preempted_request_computes_all_its_tokens_again_and_draws_the_next_one() -> None:
-    request = Request(1, [5, 6, 7], Sampling(), Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=0.0)
+def test_a_preempted_request_prefills_its_prompt_and_takes_its_answer_token_by_token_again() -> None:
+    """As at first, but that it draws only behind its newest token; the decode steps before draw what nobody wants."""
+    sampling = Sampling(temperature=1.0)
+    request = Request(1, [5, 6, 7], sampling, Ending(3), Detokenizer(TOKENIZER, frozenset()), arrived_s=0.0)
     request.admit(Holding(NOTHING))
     request.took_part(3, "demand", ExpertStats())
     request.take_token(30, 1.0)
+    request.took_part(1, "decode", ExpertStats())
+    request.take_token(31, 1.5)
     request.preempt()
-    assert (request.phase, request.pending, request.new_tokens, request.begun) == ("waiting", 4, 1, False)
+    assert (request.phase, request.pending, request.new_tokens, request.begun) == ("waiting", 3, 2, False)
     request.admit(Holding(NOTHING))
-    assert request.part(3, 16, 2.0).sample is None
-    part = request.part(4, 16, 2.0)
-    assert (part.tokens, part.start) == ([5, 6, 7, 30], 0) and part.sample
-    request.took_part(4, "demand", ExpertStats())
-    request.take_token(31, 3.0)
-    assert request.tokens == [5, 6, 7, 30, 31]
+    assert request.part(3, 16, 2.0).sample is None and not request.draws(3)
+    request.took_part(3, "demand", ExpertStats())
+    for token, drawn in ((30, Sampling()), (31, sampling)):
+        assert request.phase == "decode" and request.draws(1) == (drawn is sampling)
+        part = request.part(1, 16, 2.0)
+        assert (part.tokens, part.sample) == ([token], drawn)
+        request.took_part(1, "decode", ExpertStats())
+    request.take_token(32, 3.0)
+    assert request.tokens == [5, 6, 7, 30, 31, 32]
 
 
 def test_cached_tokens_are_those_of_the_prompt_that_were_never_computed() -> None:
