@@ -77,7 +77,7 @@ class Engine:
 
     def wait_serving_again(self, times: int) -> None:
         """Until it has said so `times` times."""
-        self.wait_for(lambda: sum(line.startswith("serving again") for line in self.errors) >= times)
+        self.wait_for(lambda: sum("serving again" in line for line in self.errors) >= times)
 
     def child(self, name: str) -> psutil.Process:
         """The process called `name` that runs now: copyengine, worker0, ..., scheduler."""

@@ -171,7 +171,8 @@ SHARED = {"copyengine": 8, "worker0": 3, "worker1": 3}
 
 
 def deaths(engine: Engine) -> list[str]:
-    return [line for line in engine.errors if " anew (death " in line]
+    """What the log says of each, without date and place."""
+    return [line.split(" launch: ")[-1] for line in engine.errors if " anew (death " in line]
 
 
 def test_a_signal_during_the_start_leaves_nothing() -> None:
