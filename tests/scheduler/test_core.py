@@ -133,10 +133,12 @@ class Run:
 
     def _apply(self, step: RunStep, done: StepDone) -> None:
         shares = split_stats(done.stats, [len(s.tokens) for s in step.sequences])
-        for s, share, token in zip(step.sequences, shares, done.tokens, strict=True):
-            if s.sequence in self.over or (s.sample and token < 0):
+        replies = self.core.apply(done, 2.0)
+        failed = {reply.request.sequence for reply in replies if isinstance(reply.message, Failed)}
+        for s, share in zip(step.sequences, shares, strict=True):
+            if s.sequence in self.over or s.sequence in failed:
                 self.unreported = added(self.unreported, share)
-        for reply in self.core.apply(done, 2.0):
+        for reply in replies:
             sequence = reply.request.sequence
             assert sequence not in self.over
             match reply.message:
