@@ -131,7 +131,7 @@ def segments(engine: Engine) -> dict[str, int]:
 
 
 def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
-    """Nor does a scheduler that is just started wait for workers that have died. And five deaths in a row are given up."""
+    """Nor does a scheduler that is just started wait for dead workers. And five deaths in a row are given up."""
     with running(*FLAGS, "--workers", "2") as engine:
         assert segments(engine) == SHARED
 
