@@ -88,7 +88,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Path, after: 
 
 
 def test_a_preempted_request_keeps_its_counts(model: Path) -> None:
-    """Two answers that fit into 6 pages one by one, but not together: each step counts the answer before it."""
+    """Two answers that fit into 6 pages one by one, but not together: each step that draws a token counts the answer
+    before it; one that takes a known token again, after the preemption, counts nothing."""
 
     async def main() -> None:
         async with engine(model, facts={"kv_tokens": 96}) as rig, rig.client() as client:
@@ -101,7 +102,9 @@ def test_a_preempted_request_keeps_its_counts(model: Path) -> None:
             answers = dict(zip(prompts, await asyncio.gather(*map(answer, prompts.values())), strict=True))
             assert (await client.stats()).preempted > 0
             whose = {s.sequence: s.tokens[1] for step in rig.worker.steps for s in step.sequences if s.tokens[0] == 9}
-            for sequence in [s for step in rig.worker.steps for s in step.sequences if s.sample]:
+            steps = [s for step in rig.worker.steps for s in step.sequences if s.sample and s.sample.changes]
+            assert len(steps) == 2 * 80
+            for sequence in steps:
                 assert sequence.sample and sequence.sample.changes
                 told = sequence.sample.changes
                 counts = dict(zip(array("i", told.seen), array("i", told.counts), strict=True))
