@@ -63,9 +63,7 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
     collect_stats: Annotated[
         str,
-        Meta(
-            description="JSON file for hit rates by layer and routing frequencies, written every 30 s and at the end"
-        ),
+        Meta(description="JSON file for hit rates by layer and routing frequencies, written every 30 s and at the end"),
     ] = ""
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
