@@ -21,7 +21,7 @@ from copyengine.checkpoint.parallel import run_all
 from copyengine.device.cuda_driver import Driver, load_driver
 from copyengine.device.cuda_gpu import Gpu
 from copyengine.device.pinned import PinnedBank, register_pinned
-from tests.bench.report import conditions, output, table
+from tests.bench.report import conditions, gpu_driver, table
 
 BANK_NBYTES = 512 * 2_764_800
 Pin = Callable[[Gpu, int], PinnedBank]
@@ -61,8 +61,7 @@ def main() -> None:
 
 def cuda_conditions(name: str, packages: Sequence[str] = ("cuda-bindings", "numpy")) -> str:
     """For a benchmark on the GPU `name` that uses these packages."""
-    version = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "unknown"
-    return conditions(f"{name}, driver {version}, {os.cpu_count()} cores", packages)
+    return conditions(f"{name}, driver {gpu_driver()}, {os.cpu_count()} cores", packages)
 
 
 def ways() -> list[tuple[str, Pin, int]]:

@@ -38,8 +38,7 @@ def conditions(machine: str = "", packages: Sequence[str] = PACKAGES) -> str:
 
 def gpu_conditions(name: str) -> str:
     """The same on a machine with the GPU `name`, for a benchmark that needs torch and triton alone."""
-    drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # a line for each GPU
-    return conditions(f"{name}, driver {drivers.partition(chr(10))[0] or 'unknown'}", ("torch", "triton"))
+    return conditions(f"{name}, driver {gpu_driver()}", ("torch", "triton"))
 
 
 def keep(name: str, text: str) -> Path:
@@ -57,7 +56,17 @@ def path_of(name: str, machine: str = "") -> Path:
 
 def gpu_name() -> str:
     """The first GPU, as its driver names it; nothing without one."""
-    return output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
+    return _of_first_gpu("name")
+
+
+def gpu_driver() -> str:
+    """Its driver's version."""
+    return _of_first_gpu("driver_version") or "unknown"
+
+
+def _of_first_gpu(field: str) -> str:
+    """What the driver says of it; nothing without one."""
+    return output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0]
 
 
 def cpu_name() -> str:
