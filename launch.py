@@ -32,7 +32,7 @@ from copyengine.wire import cli
 from copyengine.wire.child import Told
 from copyengine.wire.errors import ConfigError, SlotstreamError
 from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Progress, Ready
-from copyengine.wire.logs import configure_logging
+from copyengine.wire.logs import ERASE_LINE, configure_logging
 from copyengine.wire.loop import resolve
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
@@ -86,7 +86,7 @@ class ProgressLine:
         text = f"{seen.phase}: {seen.done_nbytes / 1e6:,.0f} of {seen.total_nbytes / 1e6:,.0f} MB"
         with contextlib.suppress(OSError):  # the terminal is gone, and we serve on without it
             if self._live:
-                print(f"\r\x1b[K{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
+                print(f"{ERASE_LINE}{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
             elif seen.phase != self._phase or finished:
                 print(text, file=sys.stderr, flush=True)
         self._phase = seen.phase

@@ -218,8 +218,7 @@ class Core:
     def _choose(self) -> tuple[StepKind, list[tuple[Request, int]]]:
         """What the next step is and how many tokens it takes of whom."""
         limits = self._limits
-        prefilling = any(request.phase == "prefill" for request in self._running)
-        short, long = self._prefilling() if prefilling else ([], [])
+        short, long = self._prefilling()
         decoding = [request for request in self._running if request.phase == "decode"]
         kind = next_kind(self._turn, bool(decoding), bool(short), bool(long))
         assert kind

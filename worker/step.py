@@ -1,6 +1,7 @@
 """One step: RunStep in, tokens out. Checks what was asked, runs the model, draws the tokens."""
 
 import traceback
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -100,7 +101,7 @@ class StepRunner:
         arrays = step_arrays(step, self._kv.page_tokens, self._table_pages if step.mode == "decode" else 0)
         return arrays, extras_of(step, arrays)
 
-    def _in_step(self, step: RunStep, compute: "_Compute") -> tuple[list[int], ExpertStats]:
+    def _in_step(self, step: RunStep, compute: Callable[[], torch.Tensor]) -> tuple[list[int], ExpertStats]:
         """The words that `compute` draws, with the slots' step around it."""
         try:
             self._experts.begin_step(step.mode)
@@ -120,19 +121,11 @@ class StepRunner:
                 return drawn
         return forward(self._model, on_device(step, arrays, self._device))
 
-    def _words(self, extras: Extras | None, draw: "_Draw") -> torch.Tensor:
+    def _words(self, extras: Extras | None, draw: Callable[[], Drawn]) -> torch.Tensor:
         if extras is None:
             return draw().tokens
         tensors = extras_on_device(extras, self._device)
         return with_extras(draw(), extras, tensors)
-
-
-class _Compute(Protocol):
-    def __call__(self) -> torch.Tensor: ...
-
-
-class _Draw(Protocol):
-    def __call__(self) -> Drawn: ...
 
 
 def forward(model: Decoder, inputs: StepInputs, logits: torch.Tensor | None = None) -> Drawn:
