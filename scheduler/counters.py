@@ -17,6 +17,7 @@ def stats_reply(lanes: Sequence[Lane], tally: Tally, dropped_frames: int) -> Sta
         finished=tally.finished,
         failed=tally.failed,
         aborted=tally.aborted,
+        refused=tally.refused,
         prompt_tokens=tally.prompt_tokens,
         generated_tokens=tally.generated_tokens,
         kv_pages_free=sum(core.pages.free for core in cores),

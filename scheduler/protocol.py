@@ -216,10 +216,11 @@ class StatsReply(Struct, frozen=True, tag=True):
 
     An accepted request is `waiting` or `running`, where each of several answers counts by itself, and ends in exactly
     one of `finished`, `failed` and `aborted`, counted with its last reply; `aborted` are also those whose client left
-    before their end. `prompt_tokens` are those of all accepted requests, `generated_tokens` those that were sent.
-    `kv_pages_cached` are in the prefix cache, whether requests use them or not; those neither free nor cached are
-    running requests' own. `cached_tokens` were prompt tokens not computed because their KV was cached, `preempted`
-    counts each time that a request gave its pages back and waited again.
+    before their end. `refused` are the Generate that were not accepted. `prompt_tokens` are those of all accepted
+    requests, `generated_tokens` those that were sent. `kv_pages_cached` are in the prefix cache, whether requests use
+    them or not; those neither free nor cached are running requests' own. `cached_tokens` were prompt tokens not
+    computed because their KV was cached, for each of several answers; `preempted` counts each time that a request gave
+    its pages back and waited again.
     """
 
     waiting: int
@@ -227,6 +228,7 @@ class StatsReply(Struct, frozen=True, tag=True):
     finished: int
     failed: int
     aborted: int
+    refused: int
     prompt_tokens: int
     generated_tokens: int
     kv_pages_free: int

@@ -1,9 +1,10 @@
-"""One structured log line for each accepted request that ends: key=value, in a fixed order, easy to search and sum."""
+"""One structured log line for each request that ends: key=value, in a fixed order, easy to search and sum."""
 
 import json
 import logging
 import re
 
+from copyengine.wire.errors import RequestRefused
 from scheduler.protocol import Failed, Finished, Timing, Usage
 
 _PLAIN = re.compile(r"[\w.:+-]+", re.ASCII)
@@ -16,8 +17,19 @@ def log_end(request_id: str, prompt_tokens: int, final: Finished | Failed | None
         log.info("%s", end_line(request_id, prompt_tokens, final))
 
 
+def log_refused(request_id: str, refused: RequestRefused) -> None:
+    """Log that a request was not accepted, at level info."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", refusal_line(request_id, refused))
+
+
+def refusal_line(request_id: str, refused: RequestRefused) -> str:
+    """Why a request was not accepted; its id is empty if its client gave none."""
+    return f"request id={_quoted(request_id)} end=refused code={refused.code} detail={_quoted(refused.detail)}"
+
+
 def end_line(request_id: str, prompt_tokens: int, final: Finished | Failed | None) -> str:
-    """What is known of a request that has ended; `final` is its last reply, None if its client left before.
+    """What is known of an accepted request that has ended; `final` is its last reply, None if its client left before.
 
     Times are in seconds, MB are 10^6 bytes. The client's words are quoted, as JSON does, unless they are plain.
     """

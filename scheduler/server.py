@@ -17,7 +17,7 @@ from scheduler.lane import Lane
 from scheduler.policy import route
 from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats, Tokens
 from scheduler.request import Ending, Request
-from scheduler.request_log import log_end
+from scheduler.request_log import log_end, log_refused
 from scheduler.step_sampling import step_sampling
 from scheduler.ticket import Service, Tally, Ticket
 from scheduler.validate import SEEDS, check_generate, check_prompt
@@ -81,7 +81,12 @@ class SchedulerServer:
     async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
         match call.request:
             case Generate() as generate:
-                return await self._generate(call, generate)
+                try:
+                    return await self._generate(call, generate)
+                except RequestRefused as refused:
+                    self._tally.refused += 1
+                    log_refused(generate.request_id, refused)
+                    raise
             case Abort(request_id=request_id):
                 self._abort(self._tickets.get((call.peer, request_id)))
                 return Done()

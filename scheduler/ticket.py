@@ -87,11 +87,12 @@ class Ticket:
 
 
 class Tally(Struct):
-    """Each accepted request is counted in exactly one of the first three, when it is over."""
+    """Each accepted request is counted in exactly one of the first three, when it is over; the others in `refused`."""
 
     finished: int = 0
     failed: int = 0
     aborted: int = 0
+    refused: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
 

@@ -44,6 +44,7 @@ SETTINGS = {
     "greedy": (0.0, 0, 1.0, 4.0),
     "temperature 0.7": (0.7, 0, 1.0, 4.0),
     "top_k 20, top_p 0.95": (0.7, 20, 0.95, 4.0),
+    "top_k 500": (0.7, 500, 1.0, 4.0),
     "top_p 0.95": (1.0, 0, 0.95, 4.0),
     "top_p 0.95, flat logits": (1.0, 0, 0.95, 0.5),
 }
@@ -113,7 +114,7 @@ def others(actions: Actions) -> str:
     try:
         return measure(list(actions)).microseconds() if actions else ""
     except (RuntimeError, TypeError, AttributeError) as error:
-        return type(error).__name__
+        return f"{type(error).__name__}: {str(error)[:60]}"
 
 
 def cases() -> Iterator[Case]:

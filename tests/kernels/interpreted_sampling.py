@@ -8,8 +8,8 @@ import torch
 
 from kernels.sampling import RowSampling, ref, tri
 
-CHUNK, ROOM = 16, 24
-"""Small, so that short rows have several chunks and some more candidates than there is room."""
+CHUNK, ROOM, BANDS = 16, 24, 8
+"""Small, so that short rows have several chunks and some bands more logits than there is room."""
 
 
 def reference(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
@@ -44,7 +44,7 @@ def cut_settings(repeats: int) -> RowSampling:
 if __name__ == "__main__":
     rows = cut_settings(8)
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).mul(4).round().expand(32, -1)
-    assert torch.equal(tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM), reference(logits, rows))
+    assert torch.equal(tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM, bands=BANDS), reference(logits, rows))
     for vocab in (1, 16, 17, 100, 300):
         generator = torch.Generator().manual_seed(vocab)
         logits = torch.randn(18, vocab, generator=generator) * 4
@@ -53,8 +53,10 @@ if __name__ == "__main__":
         logits[8:10], logits[9] = 0.0, -0.0
         for row, bad in ((10, float("nan")), (11, float("inf")), (12, float("-inf"))):
             logits[row, vocab // 2] = bad
+        for row, mask in ((14, -1e9), (15, -3.4e38), (16, -100.0)):
+            logits[row, torch.rand(vocab, generator=generator) < 0.9] = mask
         rows = settings(18, generator)
-        actual = tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM)
+        actual = tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM, bands=BANDS)
         expected = reference(logits, rows)
         assert torch.equal(actual, expected), (vocab, actual, expected)
     print("ok")

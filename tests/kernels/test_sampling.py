@@ -240,15 +240,14 @@ def test_the_triton_kernels_compile_for_hopper(vocab: int) -> None:
     from kernels.sampling import tri
     from tests.kernels.compiled_for import expect_fits
 
-    types = dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "masses_ptr"), "*fp64") | {
-        "maxima_ptr": "*fp32"
-    }
-    types |= dict.fromkeys(("top_k_ptr", "seed_ptr", "position_ptr", "tokens_ptr"), "*i64")
-    types |= dict.fromkeys(("ids_ptr", "chosen_ptr", "places_ptr"), "*i32") | {"vocab": "i32", "stride": "i32"}
+    doubles = ("temperature_ptr", "top_p_ptr", "min_p_ptr", "masses_ptr", "facts_ptr", "shares_ptr")
+    types = dict.fromkeys(doubles, "*fp64") | {"maxima_ptr": "*fp32", "vocab": "i32", "stride": "i32"}
+    types |= dict.fromkeys(("top_k_ptr", "seed_ptr", "position_ptr", "marks_ptr", "tokens_ptr"), "*i64")
+    types |= dict.fromkeys(("ids_ptr", "counts_ptr", "chosen_ptr", "places_ptr"), "*i32")
     for dtype in ("*fp32", "*bf16"):
         types |= dict.fromkeys(("logits_ptr", "values_ptr"), dtype)
-        expect_fits(tri._survey, types, {"CHUNK": tri.CHUNK, "num_warps": 4})
-        expect_fits(tri._draw, types, tri.draw_arguments(vocab, tri.CHUNK, min(vocab, tri.CANDIDATES)))
+        for name, arguments in tri.arguments(vocab, room=min(vocab, tri.CANDIDATES)).items():
+            expect_fits(getattr(tri, name), types, arguments)
 
 
 CUTS = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.953, 0.0), (0, 0.2713, 0.0), (20, 0.87, 0.0), (500, 0.9917, 0.0)]

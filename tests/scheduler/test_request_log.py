@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from copyengine.wire.errors import RequestRefused
 from scheduler.protocol import Failed, Finished, Timing, Usage
-from scheduler.request_log import end_line, log_end
+from scheduler.request_log import end_line, log_end, log_refused, refusal_line
 
 USAGE = Usage(
     prompt_tokens=120,
@@ -38,6 +39,12 @@ def test_one_that_failed_and_one_whose_client_left() -> None:
     assert end_line("a", 3, None) == "request id=a end=left prompt=3"
 
 
+def test_one_that_was_refused() -> None:
+    refused = RequestRefused("queue_full", "2 requests wait already")
+    line = 'request id="" end=refused code=queue_full detail="2 requests wait already"'
+    assert refusal_line("", refused) == line
+
+
 @given(st.text(max_size=128))
 def test_no_name_that_a_client_chooses_breaks_the_line_or_adds_to_it(request_id: str) -> None:
     """Read back by JSON's rule if quoted, or else as it stands."""
@@ -51,7 +58,10 @@ def test_no_name_that_a_client_chooses_breaks_the_line_or_adds_to_it(request_id:
 def test_nothing_is_made_up_where_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "scheduler.request_log"):
         log_end("a", 3, FINISHED)
+        log_refused("a", RequestRefused("draining", "it stops"))
     assert not caplog.records
     with caplog.at_level(logging.INFO, "scheduler.request_log"):
         log_end("a", 3, FINISHED)
-    assert [record.getMessage() for record in caplog.records] == [end_line("a", 3, FINISHED)]
+        log_refused("a", RequestRefused("draining", "it stops"))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == end_line("a", 3, FINISHED) and second.startswith("request id=a end=refused code=draining ")

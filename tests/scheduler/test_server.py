@@ -202,7 +202,8 @@ def test_bad_requests_are_refused_and_the_next_one_is_not(model: Path, event_loo
             assert rig.worker.steps == []
             _, ids, _ = await collect(client, token_ids=[5], sampling=sampling(2))
             assert len(ids) == 2
-            assert (await client.stats()).failed == 0
+            stats = await client.stats()
+            assert (stats.finished, stats.failed, stats.refused) == (1, 0, 5)
 
     on_loop(event_loop, main)
 
