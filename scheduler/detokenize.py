@@ -7,6 +7,12 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
+LONG = 16
+"""Tokens without a whole place from which on the window is cut in the middle, if that changes nothing."""
+
+CHARACTER_TOKENS = 4
+"""As many as a character can have: it is of four bytes at most."""
+
 
 class Detokenizer:
     """The text of a growing list of tokens, special tokens left out.
@@ -39,7 +45,20 @@ class Detokenizer:
             self._window = self._window[self._known :]
             self._known = len(self._window)
             self._sent = len(self._decode(self._window))
+        elif len(self._window) - self._known >= LONG:
+            self._cut(text)
         return out
+
+    def _cut(self, text: str) -> None:
+        """Leave out of the window what can matter no more: bytes that are no character may go on to the answer's end.
+
+        `text` is the window's; all of it but its unfinished end has come out. Only that can change, and it lies within
+        the last tokens: the window goes on from there if they read the same by themselves.
+        """
+        head, tail = self._window[:-CHARACTER_TOKENS], self._window[-CHARACTER_TOKENS:]
+        rest = self._decode(tail)
+        if self._decode(head) + rest == text and self._sent == len(text) - 1:
+            self._window, self._known, self._sent = tail, 0, len(rest) - 1
 
     def flush(self) -> str:
         """The rest, after the last token: an unfinished character shows as U+FFFD."""

@@ -1,11 +1,13 @@
 """Token-by-token text against the tokenizer's one-shot decoding, for three kinds of decoder."""
 
+from typing import cast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from scheduler.detokenize import Detokenizer
+from scheduler.detokenize import LONG, Detokenizer
 from tests.scheduler.rig import CORPUS, train_tokenizer
 
 FAMILY = "👨‍👩‍👧‍👦"
@@ -92,10 +94,41 @@ def test_an_unfinished_character_waits_and_shows_at_the_end() -> None:
     assert pieces[-1] == "\ufffd"
 
 
-@pytest.mark.parametrize("count", [0, 1, 127, 128, 129])
-def test_the_window_does_not_grow_with_the_answer(count: int) -> None:
+class CountingTokenizer:
+    """Another tokenizer, which notes how many tokens each decoding was of."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.id_to_token = tokenizer.id_to_token
+        self._decode = tokenizer.decode
+        self.decoded = [0]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.decoded.append(len(tokens))
+        text: str = self._decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def stray_bytes(count: int) -> list[int]:
+    """Continuation bytes that continue nothing, now and then a character's beginning."""
     tokenizer = TOKENIZERS["byte-level"]
-    detokenizer = Detokenizer(tokenizer, frozenset())
-    for token in tokenizer.encode("a" * count).ids:
-        detokenizer.push(token)
-        assert len(detokenizer._window) <= 2
+    beginning, continuation = tokenizer.encode("\U0001f9ff").ids[:2]
+    return [beginning if i % 37 == 0 else continuation for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 2000])
+@pytest.mark.parametrize("kind", ["letters", "stray bytes"])
+def test_no_push_decodes_more_the_longer_the_answer_is(kind: str, count: int) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    counting = CountingTokenizer(tokenizer)
+    detokenizer = Detokenizer(cast(Tokenizer, counting), frozenset())
+    tokens = tokenizer.encode("a" * count).ids if kind == "letters" else stray_bytes(count)
+    text = "".join(detokenizer.push(token) for token in tokens) + detokenizer.flush()
+    assert max(counting.decoded) <= 2 * LONG
+    assert text == tokenizer.decode(tokens)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from([*stray_bytes(2), *range(5)]), min_size=LONG, max_size=80))
+def test_long_runs_of_unfinished_characters(tokens: list[int]) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    assert "".join(in_pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
