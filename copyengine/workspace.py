@@ -11,6 +11,9 @@ CHANGED_NBYTES = 50
 """Rows with changed logits that are drawn at once, BLOCK_ROWS of worker/drawing.py, and what that takes per row and
 token of the vocabulary."""
 
+DRAW_CHUNK, DRAW_BANDS, DRAW_CANDIDATES = 1024, 32, 65_536
+"""CHUNK, BANDS and CANDIDATES of kernels/sampling/tri.py."""
+
 GPU_SLACK = 2
 """What torch's allocator may hold on a GPU, as a multiple of what one layer needs."""
 
@@ -18,11 +21,12 @@ GPU_SLACK = 2
 def host_step_nbytes(spec: ModelSpec, tokens: int, max_running: int) -> int:
     """Of a step of T = `tokens` on the host, or of one that decodes `max_running` sequences, without the context.
 
-    The activations of one layer, taken as float32; logits of every running sequence, and what drawing from one row of
-    them takes, in float64.
+    The activations of one layer, taken as float32; logits of every running sequence, what is made of the rows that are
+    changed at a time, and what drawing from one row takes, in float64.
     """
     row = max(_host_row(layer, spec.hidden) for layer in spec.layers)
-    return 4 * tokens * row + spec.vocab_size * (4 * max_running + 6 * 8)
+    changed = min(max_running, CHANGED_ROWS) * CHANGED_NBYTES
+    return 4 * tokens * row + spec.vocab_size * (4 * max_running + changed + 6 * 8)
 
 
 def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> int:
@@ -42,13 +46,20 @@ def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> 
 def gpu_step_nbytes(spec: ModelSpec, dtype: str, tokens: int, max_running: int) -> int:
     """Of a step of T = `tokens` on a GPU, whose attention reads its pages where they are.
 
-    The activations of one layer, GPU_SLACK times; logits of every running sequence as they are computed, as float32,
-    and once more in order, with their indices; what is made of the rows that are changed at a time.
+    The activations of one layer, GPU_SLACK times; logits of every running sequence as they are computed and as float32,
+    and what drawing from them takes; what is made of the rows that are changed at a time.
     """
     row = max(_gpu_row_nbytes(layer, spec.hidden, ITEMSIZE[dtype]) for layer in spec.layers)
-    logits = spec.vocab_size * max_running * (ITEMSIZE[dtype] + 4 + 4 + 8)
+    logits = max_running * (spec.vocab_size * (ITEMSIZE[dtype] + 4) + _draw_nbytes(spec.vocab_size))
     changed = spec.vocab_size * min(max_running, CHANGED_ROWS) * CHANGED_NBYTES
     return GPU_SLACK * tokens * row + logits + changed
+
+
+def _draw_nbytes(vocab_size: int) -> int:
+    """Of one row on a GPU: a band's logits with their places; of each chunk and of each band of it a count and a mass,
+    of each chunk the largest logit, its id and a list entry too."""
+    chunks = -(-vocab_size // DRAW_CHUNK)
+    return min(vocab_size, DRAW_CANDIDATES) * (4 + 4) + chunks * (DRAW_BANDS * (4 + 8) + 4 + 4 + 8 + 4)
 
 
 def _host_row(layer: LayerSpec, hidden: int) -> int:

@@ -32,8 +32,8 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     ids; top_p keeps the smallest set whose mass reaches it, at least one token. A row's token depends on its logits and
     its own settings only: the draw is a hash of its seed and position (`ref.uniform`).
 
-    On a CUDA device it is two launches, of the same shape whatever the settings, which are not checked; logits are not
-    float64 there, and V ends at 1,048,576. ValueError for shapes, types or settings out of range.
+    On a CUDA device it is four launches, of the same shapes whatever the settings, which are not checked; logits are
+    not float64 there, and V ends at 1,048,576. ValueError for shapes, types or settings out of range.
     """
     if logits.ndim != 2 or not logits.is_floating_point() or logits.shape[1] < 1:
         raise ValueError(f"logits must be a floating [B, V] tensor, not {logits.dtype} {tuple(logits.shape)}")

@@ -1,6 +1,7 @@
 """The largest step's memory: against sums by hand, and against the kernel whose rows it counts."""
 
 import msgspec
+import pytest
 
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
@@ -8,6 +9,9 @@ from copyengine.model_spec import ModelSpec
 from copyengine.workspace import (
     ATTENTION_ROWS,
     CHANGED_ROWS,
+    DRAW_BANDS,
+    DRAW_CANDIDATES,
+    DRAW_CHUNK,
     GPU_SLACK,
     context_nbytes,
     gpu_step_nbytes,
@@ -35,8 +39,9 @@ def test_attention_over_the_whole_context() -> None:
 
 
 def test_a_step_on_the_host() -> None:
-    """By hand: 4 x 8 and 8 + 2 x (16 + 12) elements a row, 10 logits of 16 sequences and six float64 of one."""
-    assert host_step_nbytes(spec_of(), 3, 16) == 4 * 3 * (32 + 8 + 2 * 28) + 10 * (4 * 16 + 48)
+    """By hand: 4 x 8 and 8 + 2 x (16 + 12) elements a row, 10 logits of 16 sequences, of four of them 50 bytes each that
+    are changed, and six float64 of one."""
+    assert host_step_nbytes(spec_of(), 3, 16) == 4 * 3 * (32 + 8 + 2 * 28) + 10 * (4 * 16 + 4 * 50 + 48)
 
 
 def test_a_step_on_a_gpu() -> None:
@@ -44,15 +49,30 @@ def test_a_step_on_a_gpu() -> None:
     assert gpu_step_nbytes(spec_of(), "bfloat16", 3, 0) == GPU_SLACK * 3 * (2 * 32 + 6 * 8 + 2 * 24)
     wide = spec_of(msgspec.structs.replace(TINY, heads=16))
     assert gpu_step_nbytes(wide, "bfloat16", 1, 0) == GPU_SLACK * (2 * 32 + 2 * (3 * 16 + 3) * 4)
-    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) == 5 * 10 * (4 + 4 + 4 + 8) + 4 * 10 * 50
+    drawing = 10 * 8 + 1 * (32 * 12 + 20)
+    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) == 5 * (10 * (4 + 4) + drawing) + 4 * 10 * 50
+
+
+def test_what_drawing_takes_does_not_grow_with_the_vocabulary_for_ever() -> None:
+    """By hand, for 248,320 logits: room for 65,536, and 243 chunks of 32 bands."""
+    large = spec_of(msgspec.structs.replace(TINY, vocab_size=248_320))
+    row = gpu_step_nbytes(large, "float32", 0, 6) - gpu_step_nbytes(large, "float32", 0, 5)
+    assert row == 248_320 * 8 + 65_536 * 8 + 243 * (32 * 12 + 20)
 
 
 def test_every_running_sequence_has_a_row_of_logits() -> None:
     """Against V float32 values a row; the step itself is as large either way."""
-    one, many = (host_step_nbytes(spec_of(), 4096, n) for n in (1, 65))
+    one, many = (host_step_nbytes(spec_of(), 4096, n) for n in (4, 68))
     assert many - one == 64 * 4 * 10
 
 
 def test_rows_that_are_taken_at_once_are_those_of_who_takes_them() -> None:
     """Against their own constants, which this module must not import: they bring torch."""
     assert ATTENTION_ROWS == QUERY_BLOCK and CHANGED_ROWS == BLOCK_ROWS
+
+
+def test_what_drawing_takes_on_a_gpu_is_what_its_kernels_are_given() -> None:
+    pytest.importorskip("triton")
+    from kernels.sampling import tri
+
+    assert (DRAW_CHUNK, DRAW_BANDS, DRAW_CANDIDATES) == (tri.CHUNK, tri.BANDS, tri.CANDIDATES)
