@@ -45,8 +45,9 @@ MORE, LAST = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
 
 LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)$")
 
-SEND_QUEUE_FRAMES = 1000
-"""Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.progress` raises PeerDied."""
+SEND_QUEUE_REPLIES = 1000
+"""Replies that wait for one slow client at most (ZMQ_SNDHWM, which counts whole messages); beyond it, `Call.send` raises
+PeerDied."""
 
 
 class Failure(Protocol):
@@ -103,7 +104,7 @@ class RpcServer(Generic[Req, Rep]):
         self._looking = False
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_REPLIES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
 
     def bind(self, endpoint: str) -> str:
@@ -166,7 +167,7 @@ class RpcServer(Generic[Req, Rep]):
             self._sender.send(number, MORE)
             self._sender.send(body, LAST)
         except zmq.Again:
-            raise PeerDied(f"the client does not read its replies ({SEND_QUEUE_FRAMES} waiting)") from None
+            raise PeerDied(f"the client does not read its replies ({SEND_QUEUE_REPLIES} waiting)") from None
         except zmq.ZMQError as error:
             raise PeerDied(f"the client is gone: {error.strerror}") from None
         self._last_reply_s = time.monotonic()

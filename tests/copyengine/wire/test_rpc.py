@@ -513,7 +513,7 @@ def descriptors() -> int:
 
 def test_a_client_that_is_gone_or_reads_nothing_costs_only_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress to it raises PeerDied: at once when it left, after the queue is full when it does not read."""
-    monkeypatch.setattr(rpc, "SEND_QUEUE_FRAMES", 10)
+    monkeypatch.setattr(rpc, "SEND_QUEUE_REPLIES", 10)
 
     async def test() -> None:
         ended: asyncio.Queue[str] = asyncio.Queue()
