@@ -1,26 +1,21 @@
-"""What a worker runs on: the host, or one GPU."""
+"""What a worker runs on, the host or one GPU, as the rest of it sees that."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
 import torch
 
-from copyengine.budget import Budget, Wanted, plan
+from copyengine.budget import Budget, Wanted
 from copyengine.device import OnBytes
-from copyengine.device.host import HostWorkerDevice
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Attach, Dtype
 from kernels.formats import RecordLayout
-from worker.config import WorkerConfig
 from worker.geometry import SlotGeometry
-from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model.moe import Experts
 from worker.model.stack import Decoder
 from worker.protocol import ExpertStats, LayerTraffic, Mode
-from worker.slots import ExpertSlots
 from worker.step import DecodeGraphs, StepExperts
 
 
@@ -53,7 +48,7 @@ class Slots(StepExperts, Protocol):
 
 @dataclass(frozen=True)
 class PoolOrder:
-    """What a pool is made for; `wake`, `deadline_s`, `on_release` and `on_bytes` as for worker.slots.ExpertSlots."""
+    """What a pool is made for; `wake`, `deadline_s`, `on_release` and `on_bytes` as for host_slots.ExpertSlots."""
 
     run_id: str
     worker: str
@@ -119,55 +114,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Give back what is held beside the slots."""
         ...
-
-
-class HostBackend:
-    """See Backend."""
-
-    device = torch.device("cpu")
-    name = "cpu"
-    by_page_table = False
-
-    def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
-        """See Backend.
-
-        The banks may have been allocated long ago, for another worker. The plan counts them, so what is available here
-        is counted with them.
-        """
-        bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
-        return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
-
-    def make_slots(self, order: PoolOrder) -> tuple[ExpertSlots, HostExperts]:
-        """See Backend."""
-        slots = ExpertSlots(
-            HostWorkerDevice(),
-            order.run_id,
-            order.worker,
-            order.geometry,
-            order.wake,
-            order.deadline_s,
-            order.on_release,
-            order.on_bytes,
-        )
-        return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), order.layout, order.geometry.experts)
-
-    def synchronize(self) -> None:
-        """See Backend: it is done when it returns."""
-
-    def graphs(self, model: Decoder, max_running: int) -> None:
-        """See Backend."""
-
-    def rehearse(self, rehearsal: Rehearsal) -> None:
-        """See Backend: there are none."""
-
-    def close(self) -> None:
-        """See Backend."""
-
-
-def open_backend(config: WorkerConfig) -> Backend:
-    """The backend that the settings name. ConfigError if it is not there."""
-    if config.device == "cuda":
-        from worker.cuda_backend import CudaBackend
-
-        return CudaBackend(config.ordinal, local=not config.copy_engine)
-    return HostBackend()

@@ -63,7 +63,7 @@ class DeviceSlots:
         """Allocates pool, flags and ring, all or none; ConfigError if there is not enough memory.
 
         `tensor_of(memory, nbytes)` is device memory as [nbytes] uint8. `wake`, `on_release`, `on_bytes` as for
-        worker.slots.ExpertSlots. No layer's copies are waited for longer than `deadline_s`, nor those of a whole step
+        host_slots.ExpertSlots. No layer's copies are waited for longer than `deadline_s`, nor those of a whole step
         that runs as one graph.
         """
         self.geometry = geometry

@@ -38,10 +38,8 @@ class EngineLoader:
 
     async def __call__(self, load: Load, compute: ComputeThread, on_progress: OnProgress) -> "Engine":
         """The loaded engine. ConfigError, PeerDied or PeerTimeout if it cannot be; nothing is left behind then."""
-        from worker.backend import open_backend
-
         start_s = time.monotonic()
-        backend: Backend = await compute.run(lambda: open_backend(self._config), discard=_close)
+        backend: Backend = await compute.run(lambda: _open_backend(self._config), discard=_close)
         try:
             return await self._load(load, compute, backend, on_progress, start_s)
         except BaseException:
@@ -129,6 +127,17 @@ class EngineLoader:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _open_backend(config: WorkerConfig) -> "Backend":
+    """The backend that the settings name. ConfigError if it is not there."""
+    if config.device == "cuda":
+        from worker.cuda_backend import CudaBackend
+
+        return CudaBackend(config.ordinal, local=not config.copy_engine)
+    from worker.host_backend import HostBackend
+
+    return HostBackend()
 
 
 def _close(resource: "Slots | Backend | None") -> None:

@@ -1,6 +1,6 @@
 """The copy loop against memory in this process: what lands, what is counted, when it sleeps, how it ends.
 
-Whole steps of a worker over it are in tests/worker/test_slots.py.
+Whole steps of a worker over it are in tests/worker/test_host_slots.py.
 """
 
 import threading

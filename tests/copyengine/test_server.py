@@ -40,8 +40,8 @@ from copyengine.wire.loop import EventLoop, run
 from kernels.formats import layout
 from worker.client import WorkerClient
 from worker.geometry import SlotGeometry
+from worker.host_slots import ExpertSlots
 from worker.protocol import Load as WorkerLoad
-from worker.slots import ExpertSlots
 
 SIZES = Sizes(layers=2, hidden=32, intermediate=16, experts=6, experts_per_token=2, heads=2, kv_heads=1, vocab_size=64)
 LOOPS: tuple[EventLoop, ...] = ("uvloop", "selector") if sys.platform != "win32" else ("selector",)

@@ -39,8 +39,8 @@ def test_attention_over_the_whole_context() -> None:
 
 
 def test_a_step_on_the_host() -> None:
-    """By hand: 4 x 8 and 8 + 2 x (16 + 12) elements a row, 10 logits of 16 sequences, of four of them 50 bytes each that
-    are changed, and six float64 of one."""
+    """By hand: 4 x 8 and 8 + 2 x (16 + 12) elements a row, 10 logits of 16 sequences, of four of them 50 bytes each
+    that are changed, and six float64 of one."""
     assert host_step_nbytes(spec_of(), 3, 16) == 4 * 3 * (32 + 8 + 2 * 28) + 10 * (4 * 16 + 4 * 50 + 48)
 
 

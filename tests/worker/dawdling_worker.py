@@ -17,5 +17,5 @@ class SlowMailbox(Mailbox):
 
 
 if __name__ == "__main__":
-    with patch("worker.slots.Mailbox", SlowMailbox):
+    with patch("worker.host_slots.Mailbox", SlowMailbox):
         sys.exit(main())

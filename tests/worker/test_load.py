@@ -15,10 +15,10 @@ from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
 from copyengine.wire.rpc import Call, RpcServer
 from worker import engine
-from worker.backend import HostBackend
 from worker.compute import ComputeThread
 from worker.config import WorkerConfig
 from worker.copy_engine_link import CopyEngineLink
+from worker.host_backend import HostBackend
 from worker.load import EngineLoader
 from worker.protocol import Load
 

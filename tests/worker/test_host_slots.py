@@ -21,8 +21,8 @@ from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout
 from tests.copyengine.array_bank import ArrayBank
 from worker.expert_stats import MODES, layer_traffic
 from worker.geometry import SlotGeometry
+from worker.host_slots import ExpertSlots, Group
 from worker.protocol import ExpertStats, Mode
-from worker.slots import ExpertSlots, Group
 
 RECORD = 256
 

@@ -1,0 +1,56 @@
+"""The host as a worker's backend."""
+
+import psutil
+import torch
+
+from copyengine.budget import Budget, Wanted, plan
+from copyengine.device.host import HostWorkerDevice
+from copyengine.model_spec import ModelSpec
+from copyengine.protocol import Dtype
+from worker.backend import PoolOrder, Rehearsal
+from worker.host_experts import HostExperts
+from worker.host_slots import ExpertSlots
+from worker.model.stack import Decoder
+
+
+class HostBackend:
+    """See Backend."""
+
+    device = torch.device("cpu")
+    name = "cpu"
+    by_page_table = False
+
+    def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
+        """See Backend.
+
+        The banks may have been allocated long ago, for another worker. The plan counts them, so what is available here
+        is counted with them.
+        """
+        bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
+        return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
+
+    def make_slots(self, order: PoolOrder) -> tuple[ExpertSlots, HostExperts]:
+        """See Backend."""
+        slots = ExpertSlots(
+            HostWorkerDevice(),
+            order.run_id,
+            order.worker,
+            order.geometry,
+            order.wake,
+            order.deadline_s,
+            order.on_release,
+            order.on_bytes,
+        )
+        return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), order.layout, order.geometry.experts)
+
+    def synchronize(self) -> None:
+        """See Backend: it is done when it returns."""
+
+    def graphs(self, model: Decoder, max_running: int) -> None:
+        """See Backend."""
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:
+        """See Backend: there are none."""
+
+    def close(self) -> None:
+        """See Backend."""
