@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 
 FACTS = 4
+TOP, MASS, FLOOR, DRAW = (tl.constexpr(i) for i in range(FACTS))
 """What is known of a row before its bands, float64 each: the largest logit, the mass of all, the key of min_p's floor,
 and the draw, in [0, 1). A mass below 0 says that the row is not drawn here."""
+BY_TOP_K, BY_TOP_P, BY_DRAW, NOTHING = (tl.constexpr(i) for i in range(4))
+"""The ranks that draw_by_rank looks for, one after the other."""
 GATHER = tl.constexpr(4)
-"""Chunks looked at together for a band's logits."""
+"""Chunks looked at together for a band's logits. 8, with as many more warps, were slower (H200, 2026-11)."""
 TILE = tl.constexpr(512)
 """Logits of a list looked at together."""
 WAYS = tl.constexpr(8)
@@ -28,9 +31,9 @@ leaves, do not make all bands wide."""
 
 
 @triton.jit
-def weight(x, top, heat):
+def weight(x, top, temperature):
     """The mass of x [...], in float64; that of the largest logit is 1."""
-    return tl.exp((x.to(tl.float64) - top.to(tl.float64)) / heat)
+    return tl.exp((x.to(tl.float64) - top.to(tl.float64)) / temperature)
 
 
 @triton.jit
@@ -57,14 +60,14 @@ def _value(key):
 
 
 @triton.jit
-def min_p_floor(top, heat, min_p):
-    """The lowest key, [] int64, whose logit min_p keeps: one that is -heat * log(min_p) below the top or less. LOWEST
-    if min_p is off.
+def min_p_floor(top, temperature, min_p):
+    """The lowest key, [] int64, whose logit min_p keeps: one that is -temperature * log(min_p) below the top or less.
+    LOWEST if min_p is off.
 
     The sum's rounding may be a key or two off the comparison's, so the keys around it are compared.
     """
     on = min_p > 0.0
-    depth = heat * tl.log(tl.where(on, min_p, 1.0))
+    depth = temperature * tl.log(tl.where(on, min_p, 1.0))
     near = _wide_key(top.to(tl.float64) + depth)
     keys = near + tl.arange(0, WAYS) - WAYS // 2
     kept = _value(keys).to(tl.float64) - top.to(tl.float64) >= depth
@@ -73,26 +76,26 @@ def min_p_floor(top, heat, min_p):
 
 
 @triton.jit
-def lowest_kept(maxima_ptr, chunks, vocab, whole, top, heat, top_k, top_p, floor):
+def lowest_kept(maxima_ptr, chunks, vocab, whole, top, temperature, top_k, top_p, floor):
     """A key, [] int64, at or below that of every token with a mass that top_k, min_p and top_p keep; of every one that
     top_k and min_p keep, if one of them is on, since top_p is a share of their mass."""
-    lowest = tl.maximum(_wide_key(top.to(tl.float64) - heat * UNDERFLOW), floor)
+    lowest = tl.maximum(_wide_key(top.to(tl.float64) - temperature * UNDERFLOW), floor)
     # Below it V tokens have less than what top_p leaves out of the whole; 1e-9 is for the roundings of the masses.
     share = (1.0 - top_p) * (1.0 - 1e-9) * whole / vocab.to(tl.float64)
     by_mass = (top_k == 0) & (floor == LOWEST) & (share > 0.0)
-    beyond = _wide_key(top.to(tl.float64) + heat * tl.log(tl.where(by_mass, share, 1.0))) - 2
+    beyond = _wide_key(top.to(tl.float64) + temperature * tl.log(tl.where(by_mass, share, 1.0))) - 2
     lowest = tl.where(by_mass, tl.maximum(lowest, beyond), lowest)
     # Of top_k tokens none is below the last of as many chunks' largest.
     least = tl.where((top_k > 0) & (top_k <= chunks), top_k, 0)
     n = tl.where(least > 0, chunks, 0)
     high = tl.where(least > 0, _key(top).to(tl.int64) + 1, lowest)
-    return _search(maxima_ptr, n, lowest, high, top, heat, least, -1.0, 0.0)
+    return _search(maxima_ptr, n, lowest, high, top, temperature, least, -1.0, 0.0)
 
 
 @triton.jit
-def marks_down_to(lowest, top, heat, BANDS: tl.constexpr):
+def marks_down_to(lowest, top, temperature, BANDS: tl.constexpr):
     """Keys [BANDS] int64 from the top down, evenly apart in logits; the last is `lowest`."""
-    depth = tl.minimum(top.to(tl.float64) - _value(lowest).to(tl.float64), heat * NEAR)
+    depth = tl.minimum(top.to(tl.float64) - _value(lowest).to(tl.float64), temperature * NEAR)
     j = tl.arange(0, BANDS)
     near = _wide_key(top.to(tl.float64) - depth * (j + 1).to(tl.float64) / (BANDS - 1))
     return tl.where(j == BANDS - 1, lowest, tl.maximum(near, lowest))
@@ -117,9 +120,9 @@ def count_bands(
     """For rows that draw_by_rank is to draw; the others cost a launch."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if tl.load(facts_ptr + row * FACTS + 1) >= 0.0:
-        heat = tl.load(temperature_ptr + row)
-        top = tl.load(facts_ptr + row * FACTS)
+    if tl.load(facts_ptr + row * FACTS + MASS) >= 0.0:
+        temperature = tl.load(temperature_ptr + row)
+        top = tl.load(facts_ptr + row * FACTS + TOP)
         j = tl.arange(0, BANDS)
         marks = tl.load(marks_ptr + row * BANDS + j)
         largest = tl.load(maxima_ptr + row * tl.num_programs(0) + chunk)
@@ -131,7 +134,7 @@ def count_bands(
             x = tl.load(logits_ptr + row * stride + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
             above = (_key(x).to(tl.int64)[None, :] >= marks[:, None]) & (i < vocab)[None, :]
             count += above.to(tl.int32)
-            mass += tl.where(above, weight(x, top, heat)[None, :], 0.0)
+            mass += tl.where(above, weight(x, top, temperature)[None, :], 0.0)
         where = (row * tl.num_programs(0) + chunk) * BANDS + j
         tl.store(counts_ptr + where, tl.sum(count, axis=1))
         tl.store(shares_ptr + where, tl.sum(mass, axis=1))
@@ -210,7 +213,7 @@ def _gather(
 
 
 @triton.jit
-def _above(list_ptr, n, keys, top, heat):
+def _above(list_ptr, n, keys, top, temperature):
     """How many of the list's logits are at or above each of `keys` [WAYS], and their mass."""
     count = tl.zeros((WAYS, TILE), tl.int32)
     mass = tl.zeros((WAYS, TILE), tl.float64)
@@ -220,19 +223,19 @@ def _above(list_ptr, n, keys, top, heat):
         x = tl.load(list_ptr + i, mask=i < n, other=float("-inf")).to(tl.float32)
         above = (_key(x).to(tl.int64)[None, :] >= keys[:, None]) & (i < n)[None, :]
         count += above.to(tl.int32)
-        mass += tl.where(above, weight(x, top, heat)[None, :], 0.0)
+        mass += tl.where(above, weight(x, top, temperature)[None, :], 0.0)
         begin += TILE
     return tl.sum(count, axis=1), tl.sum(mass, axis=1)
 
 
 @triton.jit
-def _search(list_ptr, n, low, high, top, heat, least, over, reach):
+def _search(list_ptr, n, low, high, top, temperature, least, over, reach):
     """The largest key in low .. high - 1 with `least` of the list's logits at or above it, of a mass over `over` or at
     `reach`. `low` is taken to be such a key."""
     way = tl.arange(0, WAYS)
     while high - low > 1:
         keys = low + 1 + (high - low - 1) * way // WAYS
-        count, mass = _above(list_ptr, n, keys, top, heat)
+        count, mass = _above(list_ptr, n, keys, top, temperature)
         enough = (count >= least) & ((mass > over) | (mass >= reach))
         low = tl.maximum(low, tl.max(tl.where(enough, keys, low), axis=0))
         high = tl.minimum(high, tl.min(tl.where(enough, high, keys), axis=0))
@@ -254,10 +257,10 @@ def _present(list_ptr, n, key):
 
 
 @triton.jit
-def _edge(list_ptr, n, key, top, heat):
+def _edge(list_ptr, n, key, top, temperature):
     """How many logits are at the key, how many above, and the mass of those above."""
     way = tl.arange(0, WAYS)
-    count, mass = _above(list_ptr, n, key + (way > 0).to(tl.int64), top, heat)
+    count, mass = _above(list_ptr, n, key + (way > 0).to(tl.int64), top, temperature)
     at_or_above = tl.sum(tl.where(way == 0, count, 0), axis=0)
     above = tl.sum(tl.where(way == 1, count, 0), axis=0)
     return at_or_above - above, above, tl.sum(tl.where(way == 1, mass, 0.0), axis=0)
@@ -278,6 +281,23 @@ def _nth(list_ptr, n, key, nth):
         seen += tl.sum(equal, axis=0)
         begin += TILE
     return place
+
+
+@triton.jit
+def _first_band(count, mass, least, over, reach, last):
+    """The first band by whose end there are `least` logits, of a mass over `over` or at `reach`; `last` at most."""
+    enough = (count >= least) & ((mass > over) | (mass >= reach))
+    return tl.minimum(tl.sum((enough == 0).to(tl.int32), axis=0), last)
+
+
+@triton.jit
+def _among_equals(list_ptr, n, key, equal, mass, one):
+    """Of `equal` logits at the key of mass `one` each: how many reach `mass`, at least one of them, and the place in
+    the list of the one that goes beyond it."""
+    wanted = tl.where(one > 0.0, mass / one, 0.0)
+    reaching = tl.minimum(tl.maximum(tl.ceil(wanted), 1.0), equal.to(tl.float64)).to(tl.int32)
+    nth = tl.maximum(tl.minimum(tl.floor(wanted), (equal - 1).to(tl.float64)), 0.0).to(tl.int32)
+    return reaching, _nth(list_ptr, n, key, nth)
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -309,11 +329,11 @@ def draw_by_rank(
     """
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.cdiv(vocab, CHUNK)
-    top = tl.load(facts_ptr + row * FACTS).to(tl.float32)
-    whole = tl.load(facts_ptr + row * FACTS + 1)
-    floor = tl.load(facts_ptr + row * FACTS + 2).to(tl.int64)
-    u = tl.load(facts_ptr + row * FACTS + 3)
-    heat = tl.load(temperature_ptr + row)
+    top = tl.load(facts_ptr + row * FACTS + TOP).to(tl.float32)
+    whole = tl.load(facts_ptr + row * FACTS + MASS)
+    floor = tl.load(facts_ptr + row * FACTS + FLOOR).to(tl.int64)
+    u = tl.load(facts_ptr + row * FACTS + DRAW)
+    temperature = tl.load(temperature_ptr + row)
     top_k = tl.minimum(tl.load(top_k_ptr + row), vocab)
     top_p = tl.load(top_p_ptr + row)
     drawn_here = whole >= 0.0
@@ -333,15 +353,15 @@ def draw_by_rank(
     band_kept = tl.sum((mass < all_mass).to(tl.int32), axis=0)
     whole = tl.where((top_k > 0) | (floor > LOWEST), all_mass, whole)
     token = 0
-    stage = tl.where((top_k > 0) & (top_k <= all_count), 0, tl.where(top_p < 1.0, 1, 2))
-    stage = tl.where(drawn_here, stage, 3)
-    while stage < 3:
-        target = tl.where(stage == 1, top_p, u) * whole
-        least = tl.where(stage == 0, top_k, 0)
-        over = tl.where(stage == 0, -1.0, tl.where(stage == 1, float("inf"), target))
-        reach = tl.where(stage == 1, target, whole)
-        enough = (count >= least) & ((mass > over) | (mass >= reach))
-        band = tl.minimum(tl.sum((enough == 0).to(tl.int32), axis=0), tl.where(stage == 0, BANDS - 1, band_kept))
+    rank = tl.where((top_k > 0) & (top_k <= all_count), BY_TOP_K, tl.where(top_p < 1.0, BY_TOP_P, BY_DRAW))
+    rank = tl.where(drawn_here, rank, NOTHING)
+    while rank < NOTHING:
+        target = tl.where(rank == BY_TOP_P, top_p, u) * whole
+        least = tl.where(rank == BY_TOP_K, top_k, 0)
+        over = tl.where(rank == BY_TOP_K, -1.0, tl.where(rank == BY_TOP_P, float("inf"), target))
+        reach = tl.where(rank == BY_TOP_P, target, whole)
+        last = tl.where(rank == BY_TOP_K, BANDS - 1, band_kept)
+        band = _first_band(count, mass, least, over, reach, last)
         low = _at(marks, band, BANDS)
         high = tl.where(band > 0, _at(marks, band - 1, BANDS), _key(top).to(tl.int64) + 1)
         above = _at(count, band - 1, BANDS)
@@ -370,19 +390,16 @@ def draw_by_rank(
         above = tl.where(fits, above, 0)
         heavier = tl.where(fits, heavier, 0.0)
         low = tl.maximum(low, edge)
-        found = _search(list_ptr, n, low, high, top, heat, least - above, over - heavier, reach - heavier)
+        found = _search(list_ptr, n, low, high, top, temperature, least - above, over - heavier, reach - heavier)
         found = _present(list_ptr, n, found)
-        equal, before, mass_before = _edge(list_ptr, n, found, top, heat)
+        equal, before, mass_before = _edge(list_ptr, n, found, top, temperature)
         equal = tl.where(found == edge, tl.minimum(equal, limit), equal)
-        one = weight(_value(found), top, heat)
-        wanted = tl.where(one > 0.0, (target - heavier - mass_before) / one, 0.0)
-        by_mass = tl.minimum(tl.maximum(tl.ceil(wanted), 1.0), equal.to(tl.float64)).to(tl.int32)
-        nth = tl.maximum(tl.minimum(tl.floor(wanted), (equal - 1).to(tl.float64)), 0.0).to(tl.int32)
-        place = _nth(list_ptr, n, found, nth)
+        one = weight(_value(found), top, temperature)
+        reaching, place = _among_equals(list_ptr, n, found, equal, target - heavier - mass_before, one)
         token = tl.where(fits, tl.load(places_ptr + place, mask=fits, other=0), place)
-        limit = tl.where(stage == 0, top_k.to(tl.int32) - above - before, by_mass)
+        limit = tl.where(rank == BY_TOP_K, top_k.to(tl.int32) - above - before, reaching)
         edge = found
         band_kept = band
         whole = heavier + mass_before + limit * one
-        stage = tl.where((stage == 0) & (top_p < 1.0), 1, tl.where(stage < 2, 2, 3))
-    tl.store(tokens_ptr + row, token.to(tl.int64), mask=drawn_here)
+        rank = tl.where((rank == BY_TOP_K) & (top_p < 1.0), BY_TOP_P, tl.where(rank < BY_DRAW, BY_DRAW, NOTHING))
+    tl.store(tokens_ptr + row, token.to(tl.int64), mask=drawn_here)  # type: ignore[attr-defined]

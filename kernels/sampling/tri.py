@@ -14,8 +14,12 @@ import triton.language as tl
 
 from kernels.sampling import ref
 from kernels.sampling.ranks import (
+    DRAW,
     FACTS,
+    FLOOR,
     LOWEST,
+    MASS,
+    TOP,
     count_bands,
     draw_by_rank,
     lowest_kept,
@@ -25,8 +29,10 @@ from kernels.sampling.ranks import (
 )
 
 CHUNK = 1024
-CANDIDATES = 65536
+CANDIDATES = 65_536
+"""Logits that there is room for of one band: more than flat ones leave in one of 32 at 248,320 tokens."""
 BANDS = 32
+"""64 and 128 made narrower bands and took longer to count: figures in tests/bench/results/LOG.md."""
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(word) for word in (ref.GOLDEN, ref.MIX_1, ref.MIX_2))
 
 
@@ -108,9 +114,9 @@ def _survey(
     where = row * tl.num_programs(0) + chunk
     tl.store(maxima_ptr + where, best)
     tl.store(ids_ptr + where, tl.where(bad > 0, -1, chunk * CHUNK + place))
-    heat = tl.load(temperature_ptr + row)
-    if (heat > 0) & (tl.load(top_k_ptr + row) == 0):
-        tl.store(masses_ptr + where, tl.sum(weight(x, best, heat), axis=0))
+    temperature = tl.load(temperature_ptr + row)
+    if (temperature > 0) & (tl.load(top_k_ptr + row) == 0):
+        tl.store(masses_ptr + where, tl.sum(weight(x, best, temperature), axis=0))
 
 
 @triton.jit
@@ -132,10 +138,10 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _by_id(row_ptr, maxima, masses, top, heat, u, vocab, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
+def _by_id(row_ptr, maxima, masses, top, temperature, u, vocab, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
     """The token whose mass, together with that of all lower ids, is the first beyond u of the whole."""
     c = tl.arange(0, BLOCK_C)
-    mass = tl.cumsum(masses * weight(maxima, top, heat), 0)
+    mass = tl.cumsum(masses * weight(maxima, top, temperature), 0)
     whole = tl.max(mass, axis=0)
     target = u * whole
     # u * whole may round up to the whole: then it is the last that has any mass.
@@ -143,7 +149,7 @@ def _by_id(row_ptr, maxima, masses, top, heat, u, vocab, CHUNK: tl.constexpr, BL
     before = tl.sum(tl.where(c == chunk - 1, mass, 0.0), axis=0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(row_ptr + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    mass = before + tl.cumsum(weight(x, top, heat), 0)
+    mass = before + tl.cumsum(weight(x, top, temperature), 0)
     last = tl.sum((mass < tl.max(mass, axis=0)).to(tl.int32), axis=0)
     return chunk * CHUNK + tl.minimum(tl.sum((mass <= target).to(tl.int32), axis=0), last)
 
@@ -178,26 +184,26 @@ def _draw(
     maxima = tl.load(maxima_ptr + c, mask=c < chunks, other=float("-inf"))
     ids = tl.load(ids_ptr + row * chunks + c, mask=c < chunks, other=0)
     top, first = tl.max(maxima, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    heat = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
     token = tl.sum(tl.where(c == first, ids, 0), axis=0)
     facts_ptr += row * FACTS
-    tl.store(facts_ptr + 1, -1.0)
+    tl.store(facts_ptr + MASS, -1.0)
     if tl.min(ids, axis=0) < 0:
         token = -1
-    elif heat > 0:
+    elif temperature > 0:
         top_k = tl.minimum(tl.load(top_k_ptr + row), vocab)
         top_p = tl.load(top_p_ptr + row)
-        floor = min_p_floor(top, heat, tl.load(min_p_ptr + row))
+        floor = min_p_floor(top, temperature, tl.load(min_p_ptr + row))
         u = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
         masses = tl.load(masses_ptr + row * chunks + c, mask=(c < chunks) & (top_k == 0), other=0.0)
         if (top_k == 0) & (top_p >= 1.0) & (floor == LOWEST):
-            token = _by_id(logits_ptr + row * stride, maxima, masses, top, heat, u, vocab, CHUNK, BLOCK_C)
+            token = _by_id(logits_ptr + row * stride, maxima, masses, top, temperature, u, vocab, CHUNK, BLOCK_C)
         else:
-            whole = tl.sum(masses * weight(maxima, top, heat), axis=0)
-            lowest = lowest_kept(maxima_ptr, chunks, vocab, whole, top, heat, top_k, top_p, floor)
-            tl.store(marks_ptr + row * BANDS + tl.arange(0, BANDS), marks_down_to(lowest, top, heat, BANDS))
-            tl.store(facts_ptr, top.to(tl.float64))
-            tl.store(facts_ptr + 1, whole)
-            tl.store(facts_ptr + 2, floor.to(tl.float64))
-            tl.store(facts_ptr + 3, u)
+            whole = tl.sum(masses * weight(maxima, top, temperature), axis=0)
+            lowest = lowest_kept(maxima_ptr, chunks, vocab, whole, top, temperature, top_k, top_p, floor)
+            tl.store(marks_ptr + row * BANDS + tl.arange(0, BANDS), marks_down_to(lowest, top, temperature, BANDS))
+            tl.store(facts_ptr + TOP, top.to(tl.float64))
+            tl.store(facts_ptr + MASS, whole)
+            tl.store(facts_ptr + FLOOR, floor.to(tl.float64))
+            tl.store(facts_ptr + DRAW, u)
     tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -287,6 +287,20 @@ def test_the_device_s_tokens_are_the_reference_s(dtype: torch.dtype, vocab: int,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mask", [0.0, -100.0, -1e9, torch.finfo(torch.float32).min])
+def test_the_device_draws_from_equal_and_masked_logits(mask: float) -> None:
+    """Against the CPU: one band holds them all, or nine tenths of them are far below, as a grammar's mask leaves them."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.zeros(len(KINDS), 248_320)
+    logits[::2] = torch.randn(len(KINDS[::2]), 248_320, generator=generator) * 3
+    logits[1::4] = -0.0
+    logits[torch.rand(logits.shape, generator=generator) < 0.9] += mask
+    tokens = sample(logits.cuda(), rows_of_kinds("cuda")).tolist()
+    expected = sample(logits, rows_of_kinds("cpu")).tolist()
+    assert tokens == expected, [kind for kind, a, b in zip(KINDS, tokens, expected, strict=True) if a != b]
+
+
+@pytest.mark.gpu
 def test_the_device_draws_many_times_what_the_reference_draws() -> None:
     """Against the CPU, 500 draws of each kind from one distribution with ties."""
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(5)).mul(3).round()
