@@ -7,13 +7,12 @@ async with Client() as client:
         print(piece.text, end="", flush=True)
     print(answer.finished.usage)
 ```
-`python -m scheduler.client` is the command line over it (client_cli.py).
+`python -m scheduler.client` is the command line over it (scheduler/client_cli.py).
 """
 
 import asyncio
 import contextlib
 import secrets
-import sys
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
@@ -192,9 +191,3 @@ class Client:
     async def _abort_quietly(self, request_id: str) -> None:
         with contextlib.suppress(PeerError):  # an engine that is gone has no request to abort
             await self.abort(request_id)
-
-
-if __name__ == "__main__":
-    from scheduler.client_cli import main
-
-    sys.exit(main())
