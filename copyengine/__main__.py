@@ -9,7 +9,7 @@ from copyengine.config import CopyEngineConfig
 from copyengine.device.host import end_now, reclaim_stale
 from copyengine.server import CopyEngineServer
 from copyengine.wire import cli
-from copyengine.wire.errors import ConfigError, SlotstreamError
+from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Listening, Ready, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.process import refuse, run_process
@@ -30,7 +30,7 @@ async def serve(config: CopyEngineConfig) -> None:
         await server.run()
     finally:
         if not await server.close():
-            end_now(1 if isinstance(sys.exception(), SlotstreamError) else 0)
+            end_now(1 if isinstance(sys.exception(), Exception) else 0)
         context.term()
 
 

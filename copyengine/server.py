@@ -73,16 +73,14 @@ class CopyEngineServer:
         return self._rpc.bind(self._config.endpoint)
 
     async def run(self) -> None:
-        """Serve until Shutdown or `stop`. PeerDied if the copy loop ends by an error."""
+        """Serve until Shutdown or `stop`. PeerDied if the copy loop ends by an error; any other is the socket's."""
         self._copier.start()
-        tasks = [asyncio.create_task(self._rpc.serve())]
-        if not self._local:
-            tasks.append(asyncio.create_task(self._drop_dead()))
+        dropping = None if self._local else asyncio.create_task(self._drop_dead())
         try:
-            await self._end
+            await self._rpc.serve_until(self._end)
         finally:
-            for task in tasks:
-                task.cancel()
+            if dropping:
+                dropping.cancel()
 
     async def close(self) -> bool:
         """Close the socket and free all memory, also after a `run` that was cancelled or never began.

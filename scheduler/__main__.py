@@ -30,7 +30,7 @@ async def serve(config: SchedulerConfig, orders: Orders) -> int:
         endpoint = server.bind(listen_endpoint(config))
         announce(Listening(endpoint))
         listening = asyncio.create_task(server.serve())
-        return await _load_and_serve(config, context, server, orders)
+        return await _load_and_serve(config, context, server, orders, listening)
     finally:
         if listening:  # it takes nothing that `close` would not see
             listening.cancel()
@@ -40,8 +40,13 @@ async def serve(config: SchedulerConfig, orders: Orders) -> int:
 
 
 async def _load_and_serve(
-    config: SchedulerConfig, context: zmq.asyncio.Context, server: SchedulerServer, orders: Orders
+    config: SchedulerConfig,
+    context: zmq.asyncio.Context,
+    server: SchedulerServer,
+    orders: Orders,
+    listening: asyncio.Task[None],
 ) -> int:
+    """The exit code. Raises what ends `listening`: a process that hears nobody must not live on."""
     workers, loaded = await load_workers(context, config, announce)
     try:
         service = build_service(config, workers, loaded)
@@ -58,9 +63,10 @@ async def _load_and_serve(
             drained = asyncio.create_task(_drain(server, orders))
             rejoining = asyncio.create_task(Rejoiner(context, config, service, announce).run(orders.peers))
             try:
-                ended, _ = await asyncio.wait({drained, collapse, rejoining}, return_when=asyncio.FIRST_COMPLETED)
-                if rejoining in ended:
-                    rejoining.result()  # a bug
+                waits = {drained, collapse, rejoining, listening}
+                ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for endless in ended & {rejoining, listening}:
+                    endless.result()  # an error
                 return _exit_code(service.lanes)
             finally:
                 drained.cancel()

@@ -53,6 +53,9 @@ async def serve(config: WorkerConfig) -> int:
         log.error("%s", error)
         announce(StartFailed("peer_died", str(error)))
         code = 1 if await link.detach() or link.kind == "thread" else EXIT_PEER
+    except Exception:
+        code = 1  # also if it ends below without raising it
+        raise
     finally:
         loader.close()
         await server.close()

@@ -102,13 +102,10 @@ class WorkerServer:
     async def serve(self) -> None:
         """Take requests until Shutdown or until cancelled.
 
-        PeerDied once the engine cannot run steps any more, after those that were under way have been answered.
+        PeerDied once the engine cannot run steps any more, after those that were under way have been answered. Any
+        other error is one of the socket's.
         """
-        serving = asyncio.create_task(self._rpc.serve())
-        try:
-            await self._end
-        finally:
-            serving.cancel()
+        await self._rpc.serve_until(self._end)
 
     async def close(self) -> None:
         """Stop serving. A step that runs fails at its next wait for a copy."""

@@ -31,7 +31,7 @@ class RequestRefused(SlotstreamError):
 
 
 class PeerError(SlotstreamError):
-    """A process that this one depends on failed."""
+    """A process that this one depends on failed; raised itself if our own side of the connection to it did."""
 
 
 class PeerDied(PeerError):

@@ -23,6 +23,7 @@ from copyengine.wire.codec import MAX_FRAME_NBYTES, Codec
 from copyengine.wire.errors import (
     ConfigError,
     PeerDied,
+    PeerError,
     PeerTimeout,
     RequestRefused,
     SlotstreamError,
@@ -129,6 +130,19 @@ class RpcServer(Generic[Req, Rep]):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def serve_until(self, end: asyncio.Future[None]) -> None:
+        """Take requests until `end` is done, whose error it raises, or until cancelled, which cancels `end`.
+
+        Also raises what ends the taking: a process that hears nothing any more must not live on.
+        """
+        serving = asyncio.create_task(self.serve())
+        try:
+            done, _ = await asyncio.wait({serving, end}, return_when=asyncio.FIRST_COMPLETED)
+            (end if end in done else serving).result()
+        finally:
+            serving.cancel()
+            end.cancel()
+
     async def close(self) -> None:
         """Cancel what is being served and close the socket; replies already sent are still delivered.
 
@@ -210,8 +224,9 @@ class RpcClient(Generic[Req, Rep]):
         self._final = final
         self._failed = failed
         self._closed = False
+        self._broken: PeerError | None = None  # what every call raises from now on: nothing hears its replies
         self._numbers = itertools.count(1)
-        self._calls: dict[bytes, asyncio.Queue[Rep | PeerDied]] = {}
+        self._calls: dict[bytes, asyncio.Queue[Rep | PeerError]] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # never queue for a dead server: its successor must not see old calls
@@ -225,6 +240,8 @@ class RpcClient(Generic[Req, Rep]):
             example = "an endpoint looks like tcp://127.0.0.1:5757"
             raise ConfigError(f"cannot connect to the {peer} at {endpoint!r}: {why}; {example}") from None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._listened)
 
     async def expect(
         self, request: Req, kind: type[K], deadline_s: float, on_progress: Callable[[Any], None] = lambda _: None
@@ -247,8 +264,8 @@ class RpcClient(Generic[Req, Rep]):
     async def call(self, request: Req, deadline_s: float) -> Rep:
         """The final reply, whatever it is.
 
-        PeerTimeout after `deadline_s` without progress, PeerDied if the server dies, RequestRefused("invalid_request")
-        if the request cannot be sent at all.
+        PeerTimeout after `deadline_s` without progress, PeerDied if the server dies, PeerError if this side has failed,
+        RequestRefused("invalid_request") if the request cannot be sent at all.
         """
         return [reply async for reply in self.stream(request, deadline_s)][-1]
 
@@ -256,6 +273,8 @@ class RpcClient(Generic[Req, Rep]):
         """Every reply, the final one last. Raises as `call` does."""
         if self._closed:
             raise self._gone("the connection was closed")
+        if self._broken:
+            raise self._broken
         frame = self._encode(request)
         number = next(self._numbers).to_bytes(CALL_NBYTES, "little")
         replies = self._calls[number] = asyncio.Queue()
@@ -265,7 +284,7 @@ class RpcClient(Generic[Req, Rep]):
             while True:
                 async with asyncio.timeout(deadline_s):
                     reply = await replies.get()
-                if isinstance(reply, PeerDied):
+                if isinstance(reply, PeerError):
                     raise reply
                 yield reply
                 if isinstance(reply, self._final):
@@ -290,7 +309,7 @@ class RpcClient(Generic[Req, Rep]):
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._fail_all("the connection was closed")
+            self._fail_all(self._gone("the connection was closed"))
             self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -306,9 +325,19 @@ class RpcClient(Generic[Req, Rep]):
         except WireError as error:
             raise RequestRefused("invalid_request", f"the request cannot be encoded: {error}") from None
 
-    def _fail_all(self, why: str) -> None:
+    def _fail_all(self, error: PeerError) -> None:
         for replies in self._calls.values():
-            replies.put_nowait(self._gone(why))
+            replies.put_nowait(error)
+
+    def _listened(self, task: asyncio.Task[None]) -> None:
+        """Nobody listens any more. If that is for an error of ours, the calls must not wait for their deadlines."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        log.error("the replies of the %s at %s cannot be read any more", self._peer, self.endpoint, exc_info=error)
+        why = f"{type(error).__name__}: {error}"
+        self._broken = PeerError(f"the replies of the {self._peer} at {self.endpoint} cannot be read any more: {why}")
+        self._fail_all(self._broken)
 
     def _gone(self, why: str) -> PeerDied:
         return PeerDied(f"the {self._peer} at {self.endpoint} is gone: {why}")
@@ -331,4 +360,4 @@ class RpcClient(Generic[Req, Rep]):
             event = parse_monitor_message(await self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self.lost.set()
-                self._fail_all("its connection closed")
+                self._fail_all(self._gone("its connection closed"))

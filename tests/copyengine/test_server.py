@@ -557,6 +557,23 @@ def test_the_end_of_the_copy_loop_ends_the_server(model: str, caplog: pytest.Log
     run(test(), "selector")
 
 
+def test_a_socket_that_hears_nothing_any_more_ends_the_server_with_its_error() -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        server = CopyEngineServer(CopyEngineConfig(), context)
+
+        async def deaf() -> None:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+
+        server._rpc.serve = deaf  # type: ignore[method-assign]
+        with pytest.raises(zmq.ZMQError):
+            await asyncio.wait_for(server.run(), 5)
+        assert await server.close()
+        context.term()
+
+    in_both_loops(test)
+
+
 def test_banks_that_may_be_copied_from_are_not_freed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the file's records, after a close with a copy in flight; it says so, and the process is to end."""
 

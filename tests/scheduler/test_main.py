@@ -202,6 +202,27 @@ def test_nothing_is_taken_while_the_server_closes(model: Path, monkeypatch: pyte
     on_loop("selector", main)
 
 
+def test_a_socket_that_hears_nothing_any_more_ends_the_process_with_its_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server(SchedulerServer):
+        async def serve(self) -> None:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    monkeypatch.setattr("scheduler.__main__.SchedulerServer", Server)
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        worker = FakeWorker(context, 400)
+        config = SchedulerConfig(model=str(model), workers=worker.endpoint, port=0)
+        with pytest.raises(zmq.ZMQError):
+            await asyncio.wait_for(serve(config, Orders()), 10)
+        await worker.die()
+        context.term()
+
+    on_loop("selector", main)
+
+
 def test_a_dead_worker_does_not_end_the_process(model: Path) -> None:
     async def main() -> None:
         async with scheduler(model) as (process, worker):

@@ -391,6 +391,23 @@ def test_once_no_step_can_run_those_under_way_are_answered_and_serving_ends(on_l
     on_loop(main)
 
 
+def test_a_socket_that_hears_nothing_any_more_ends_serving_with_its_error(on_loop: OnLoop) -> None:
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        rig = Rig(context)
+
+        async def deaf() -> None:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+
+        rig.server._rpc.serve = deaf  # type: ignore[method-assign]
+        with pytest.raises(zmq.ZMQError):
+            await asyncio.wait_for(rig.server.serve(), 5)
+        await rig.server.close()
+        context.term()
+
+    on_loop(main)
+
+
 @pytest.mark.parametrize("when", ["before its turn", "while it runs", "after the loop was closed"])
 def test_what_a_call_made_for_a_caller_that_gave_up_is_discarded(when: str) -> None:
     made: list[int] = []

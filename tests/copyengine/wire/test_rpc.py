@@ -19,7 +19,15 @@ import zmq.asyncio
 from msgspec import Struct
 
 from copyengine.wire import rpc
-from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, PeerTimeout, RequestRefused, WireError
+from copyengine.wire.errors import (
+    ConfigError,
+    CopyFailed,
+    PeerDied,
+    PeerError,
+    PeerTimeout,
+    RequestRefused,
+    WireError,
+)
 from copyengine.wire.loop import EventLoop, run
 from copyengine.wire.rpc import Call, RpcClient, RpcServer
 
@@ -438,6 +446,66 @@ def test_no_reply_of_a_hostile_server_ends_more_than_its_call() -> None:
                     await router.send_multipart([peer, number, msgspec.msgpack.encode(Answer("x", i))])
                 assert await call == Answer("x", i)
                 assert client.dropped_frames == len(NO_REPLY) * (i + 1)
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize("listener", ["of replies", "of the connection's end"])
+def test_calls_end_at_once_if_a_listener_of_the_client_fails(
+    listener: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that are out and those that follow; the log says where it failed."""
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    if listener == "of the connection's end":
+        monkeypatch.setattr(rpc, "parse_monitor_message", fail)
+
+    async def test() -> None:
+        async with answered_by_hand() as (router, client):
+            calls = [asyncio.create_task(client.call(Ask("x"), 60)) for _ in range(2)]
+            peer, number, _ = await router.recv_multipart()
+            if listener == "of replies":
+                monkeypatch.setattr(client._codec, "decode", fail)
+                await router.send_multipart([peer, number, b""])
+            else:
+                router.close(linger=0)
+            for call in [*calls, client.call(Ask("x"), 60)]:
+                with pytest.raises(PeerError, match="server at .* cannot be read any more: ZeroDivisionError: a bug"):
+                    await asyncio.wait_for(call, 5)
+            assert not client.lost.is_set() and client._calls == {}
+
+    in_both_loops(test)
+    assert "in fail" in caplog.text
+
+
+def test_a_server_serves_until_its_end_and_raises_what_ends_it() -> None:
+    """The first of the two; a cancelled one leaves an end that nobody waits for."""
+
+    async def test() -> None:
+        async with served() as (context, _, _):
+            loop = asyncio.get_running_loop()
+            for error in (None, PeerDied("the copy loop failed")):
+                server, end = Server(context, Ask, handle, Failed), loop.create_future()
+                async with connected(context, server.bind("tcp://127.0.0.1:0")) as client:
+                    serving = asyncio.create_task(server.serve_until(end))
+                    assert await client.call(Ask("x"), 5) == Answer("x", 0)
+                    assert not serving.done()
+                    end.set_exception(error) if error else end.set_result(None)
+                    assert (await asyncio.gather(serving, return_exceptions=True))[0] is error
+                await server.close()
+            deaf, cancelled = loop.create_future(), loop.create_future()
+            server = Server(context, Ask, handle, Failed)
+            serving = asyncio.create_task(server.serve_until(cancelled))
+            await asyncio.sleep(0)
+            serving.cancel()
+            await asyncio.wait({serving})
+            assert serving.cancelled() and cancelled.cancelled()
+            await server.close()
+            with pytest.raises(zmq.ZMQError):
+                await asyncio.wait_for(server.serve_until(deaf), 5)  # its socket is closed
+            assert deaf.cancelled()
 
     in_both_loops(test)
 
