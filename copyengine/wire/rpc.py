@@ -47,8 +47,7 @@ MORE, LAST = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
 LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)$")
 
 SEND_QUEUE_REPLIES = 1000
-"""Replies that wait for one slow client at most (ZMQ_SNDHWM, which counts whole messages); beyond it, `Call.send` raises
-PeerDied."""
+"""Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.send` raises PeerDied."""
 
 
 class Failure(Protocol):

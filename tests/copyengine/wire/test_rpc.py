@@ -472,7 +472,7 @@ def test_calls_end_at_once_if_a_listener_of_the_client_fails(
             else:
                 router.close(linger=0)
             for call in [*calls, client.call(Ask("x"), 60)]:
-                with pytest.raises(PeerError, match="server at .* cannot be read any more: ZeroDivisionError: a bug"):
+                with pytest.raises(PeerError, match=r"server at .* cannot be read any more: ZeroDivisionError"):
                     await asyncio.wait_for(call, 5)
             assert not client.lost.is_set() and client._calls == {}
 
