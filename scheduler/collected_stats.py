@@ -60,24 +60,36 @@ class Figures(Struct, frozen=True):
 
 def figures(model: str, replies: Iterable[LayerStatsReply]) -> Figures:
     """The sums over `replies`, all of one model; empty without any."""
-    told = list(replies)
-    routing = [_sums(rows) for rows in zip(*(reply.routing for reply in told), strict=True)]
+    told = summed(replies)
     return Figures(
         model=model,
-        layers=len(routing),
-        experts=len(routing[0]) if routing else 0,
-        decode=_mode(reply.decode for reply in told),
-        demand=_mode(reply.demand for reply in told),
-        streamed=_mode(reply.streamed for reply in told),
-        decode_routing=routing,
+        layers=len(told.routing),
+        experts=len(told.routing[0]) if told.routing else 0,
+        decode=_mode(told.decode),
+        demand=_mode(told.demand),
+        streamed=_mode(told.streamed),
+        decode_routing=told.routing,
     )
 
 
-def _mode(traffic: Iterable[LayerTraffic]) -> ModeFigures:
-    told = list(traffic)
-    hits, misses = _sums([each.hits for each in told]), _sums([each.misses for each in told])
-    rates = [round(h / (h + m), 4) if h + m else None for h, m in zip(hits, misses, strict=True)]
-    return ModeFigures(hits, misses, rates)
+def summed(replies: Iterable[LayerStatsReply]) -> LayerStatsReply:
+    """One reply that counts what `replies`, all of one model, count together; empty without any."""
+    told = list(replies)
+    return LayerStatsReply(
+        decode=_traffic([reply.decode for reply in told]),
+        demand=_traffic([reply.demand for reply in told]),
+        streamed=_traffic([reply.streamed for reply in told]),
+        routing=[_sums(rows) for rows in zip(*(reply.routing for reply in told), strict=True)],
+    )
+
+
+def _traffic(told: list[LayerTraffic]) -> LayerTraffic:
+    return LayerTraffic(_sums([each.hits for each in told]), _sums([each.misses for each in told]))
+
+
+def _mode(told: LayerTraffic) -> ModeFigures:
+    rates = [round(h / (h + m), 4) if h + m else None for h, m in zip(told.hits, told.misses, strict=True)]
+    return ModeFigures(told.hits, told.misses, rates)
 
 
 def _sums(rows: Sequence[list[int]]) -> list[int]:
@@ -92,26 +104,34 @@ class Collector:
         self._path = path.resolve()
         self._model = model
         self._workers = workers
-        self._told: dict[WorkerClient, LayerStatsReply] = {}
+        self._told: dict[WorkerClient, LayerStatsReply] = {}  # last answers of those that live
+        self._past: list[LayerStatsReply] = []  # the sum of those that lived before, if any
         self._writer = ThreadPoolExecutor(1, "collect-stats")  # one: the last writing comes last
 
     async def run(self) -> None:
         """Write every EVERY_S until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
-            try:
-                await self.write(ANSWER_S)
-            except Exception:  # serving goes on, and so does writing
-                log.exception("--collect-stats %s: not written this time", self._path)
+            await self.write(ANSWER_S)
 
     async def write(self, deadline_s: float) -> None:
         """Ask all workers, wait `deadline_s` at most for each, and write what is known then."""
-        await asyncio.gather(*(self._ask(worker, deadline_s) for worker in self._workers()))
-        content = msgspec.json.encode(figures(self._model, self._told.values()))
         try:
+            workers = self._workers()
+            self._fold_all_but(workers)
+            await asyncio.gather(*(self._ask(worker, deadline_s) for worker in workers))
+            content = msgspec.json.encode(figures(self._model, [*self._past, *self._told.values()]))
             await asyncio.get_running_loop().run_in_executor(self._writer, replace_file, self._path, content)
         except OSError as error:
             log.error("--collect-stats %s: cannot be written: %s", self._path, error.strerror or error)
+        except Exception:  # serving goes on, and so does its end
+            log.exception("--collect-stats %s: not written this time", self._path)
+
+    def _fold_all_but(self, living: Sequence[WorkerClient]) -> None:
+        """However many workers come and go, what is kept of them does not grow."""
+        past = [self._told.pop(worker) for worker in list(self._told) if worker not in living]
+        if past:
+            self._past = [summed(self._past + past)]
 
     async def _ask(self, worker: WorkerClient, deadline_s: float) -> None:
         try:
@@ -144,4 +164,5 @@ async def collecting(file: str, model: str, workers: Callable[[], Sequence[Worke
         yield
     finally:
         writing.cancel()
+        await asyncio.wait({writing})
         await collector.write(LAST_ANSWER_S)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from copyengine.wire.errors import ConfigError, PeerDied
 from copyengine.wire.loop import run
 from scheduler.client import Client
-from scheduler.collected_stats import Collector, figures, replace_file
+from scheduler.collected_stats import Collector, collecting, figures, replace_file
 from scheduler.config import ServingConfig
 from scheduler.preflight import check_stats_file
 from scheduler.protocol import Sampling
@@ -91,6 +91,78 @@ def test_a_worker_that_died_counts_with_its_last_answer_and_its_successor_from_n
 
     run(main(), "selector")
     assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
+
+
+def test_of_workers_that_came_and_went_only_the_sum_is_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        living: list[WorkerClient] = []
+        collector = Collector(tmp_path / "stats.json", "m", lambda: living)
+        for count in range(1, 6):
+            living[:] = clients(Worker(count), Worker(10 * count))
+            await collector.write(1.0)
+            assert hits(tmp_path / "stats.json") == [11 * sum(range(1, count + 1))]
+            assert list(collector._told) == living and len(collector._past) == (count > 1)
+
+    run(main(), "selector")
+
+
+class Failing(Worker):
+    """Counts its answers, none of which is one."""
+
+    async def layer_stats(self, deadline_s: float) -> LayerStatsReply:
+        self.count += 1
+        raise ValueError("a bug")
+
+
+def test_what_goes_wrong_ends_neither_the_writing_nor_the_engines_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("scheduler.collected_stats.EVERY_S", 0.001)
+
+    async def main() -> None:
+        failing = Failing(0)
+        async with collecting(str(tmp_path / "stats.json"), "m", lambda: clients(failing)):
+            async with asyncio.timeout(5):
+                while failing.count < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            before = failing.count
+        assert failing.count == before + 1
+
+    run(main(), "selector")
+    assert caplog.text.count("not written this time") >= 3 and not list(tmp_path.iterdir())
+
+
+class Slow(Worker):
+    """Notes what becomes of its answers, the first of which does not come; giving that up takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.seen: list[str] = []
+
+    async def layer_stats(self, deadline_s: float) -> LayerStatsReply:
+        self.seen.append("asked")
+        if len(self.seen) == 1:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                self.seen.append("given up")
+        return await super().layer_stats(deadline_s)
+
+
+def test_the_last_writing_begins_once_the_one_before_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.collected_stats.EVERY_S", 0.001)
+
+    async def main() -> None:
+        slow = Slow()
+        async with collecting(str(tmp_path / "stats.json"), "m", lambda: clients(slow)):
+            async with asyncio.timeout(5):
+                while not slow.seen:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        assert slow.seen == ["asked", "given up", "asked"]
+
+    run(main(), "selector")
+    assert hits(tmp_path / "stats.json") == [1]
 
 
 def test_a_disk_that_takes_nothing_is_an_error_line_and_keeps_what_was_there(
