@@ -73,7 +73,7 @@ class Lane:
         await self._dead.wait()
         carry_counters(self.core, core)
         self.worker, self.core = worker, core
-        self.death, self.broken, self.loss = "", False, ""
+        self.death, self.broken, self.loss, self.resident = "", False, "", 0
         self._dead.clear()
         self._lives.set()
 

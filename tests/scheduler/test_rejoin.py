@@ -90,6 +90,7 @@ def test_a_worker_that_was_started_anew_serves_in_place_of_the_dead(model: Path,
             worker = parent.start()
             assert await parent.heard() == Joined("worker0", worker.endpoint)
             assert [load.model for load in worker.loads] == [str(model)]
+            assert [(told.alive, told.resident_slots) for told in (await client.stats()).workers] == [(True, 0)]
             assert await answer(client) == right and rig.lanes[0].worker.endpoint == worker.endpoint
             after = await client.stats()
             assert after.demand.steps >= before.demand.steps + 1 and after.decode.steps > before.decode.steps
