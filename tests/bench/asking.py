@@ -15,7 +15,7 @@ from copyengine.wire.errors import SlotstreamError
 from scheduler.client import Client
 from scheduler.protocol import Sampling, StatsReply
 from tests.bench.ttft_arms import Decoding, Prompt
-from tests.e2e.engine import ROOT, Engine, launch_command
+from tests.e2e.engine import Engine, running
 
 DECODE_PROMPT_TOKENS = 32
 WARM_UP_TOKENS = 24
@@ -27,32 +27,13 @@ Question = tuple[int, list[int]]
 
 @contextmanager
 def launched(ready_s: float, *flags: str) -> Iterator[Engine]:
-    """A ready engine, stopped at the end; AssertionError with all that it printed if it is not ready in `ready_s`."""
-    with subprocess.Popen(
-        launch_command(*flags),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        engine = Engine(process)
+    """See tests.e2e.engine.running; all that the engine printed is printed if a request fails."""
+    with running(*flags, ready_s=ready_s) as engine:
         try:
-            end = time.monotonic() + ready_s
-            while time.monotonic() < end and process.poll() is None and not _is_ready(engine):
-                time.sleep(0.1)
-            assert _is_ready(engine), f"not ready after {ready_s:g} s:\n{engine.text()}"
             yield engine
         except SlotstreamError:
             print(engine.text(), flush=True)
             raise
-        finally:
-            if process.poll() is None:
-                engine.stop()
-
-
-def _is_ready(engine: Engine) -> bool:
-    return any(line.startswith("  try") for line in list(engine.output))  # the last line of the Ready block
 
 
 TOUCH = """

@@ -1,5 +1,6 @@
 """The engine as a user has it: launch.py and the client command as child processes."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from scheduler.client import Client
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
@@ -51,7 +54,8 @@ class Engine:
     def wait_ready(self, timeout_s: float) -> None:
         """AssertionError with all that was printed if it does not get ready."""
         self._ready.wait(timeout_s)
-        assert any(line.startswith("  try") for line in self.output), self.text()
+        ready = any(line.startswith("  try") for line in self.output)
+        assert ready, f"not ready after {timeout_s:g} s:\n{self.text()}"
 
     def text(self) -> str:
         """All that it printed so far."""
@@ -95,6 +99,15 @@ class Engine:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
         return children
 
+    def over(self, session: Callable[[Client], Awaitable[None]]) -> None:
+        """Run `session` with a client of this engine, to its end."""
+
+        async def main() -> None:
+            async with Client(self.endpoint) as client:
+                await session(client)
+
+        asyncio.run(main())
+
     def stop(self, sign: int = signal.SIGINT) -> int:
         """Send `sign` and wait; the exit code."""
         self.process.send_signal(sign)
@@ -119,8 +132,8 @@ def launch_command(*flags: str) -> list[str]:
 
 
 @contextmanager
-def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Engine]:
-    """A ready engine, stopped at the end whatever happens."""
+def running(*flags: str, env: dict[str, str] | None = None, ready_s: float | None = None) -> Iterator[Engine]:
+    """A ready engine, stopped at the end whatever happens; AssertionError if it is not ready in `ready_s`."""
     with subprocess.Popen(
         launch_command(*flags),
         cwd=ROOT,
@@ -132,7 +145,7 @@ def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Engine]:
     ) as process:
         engine = Engine(process, env)
         try:
-            engine.wait_ready(CUDA_START_TIMEOUT_S if "cuda" in flags else START_TIMEOUT_S)
+            engine.wait_ready(ready_s or (CUDA_START_TIMEOUT_S if "cuda" in flags else START_TIMEOUT_S))
             yield engine
         finally:
             if process.poll() is None:

@@ -11,6 +11,9 @@ import psutil
 import pytest
 
 from copyengine.device import ledger
+from copyengine.wire.errors import RequestRefused
+from scheduler.client import Client
+from scheduler.protocol import Sampling
 from tests.e2e.engine import ROOT, gone, launch_command, running
 
 QUESTION = ("--prompt", "Hi")  # an answer of some twenty tokens
@@ -37,6 +40,31 @@ def test_a_signal_ends_it_all(sign: int) -> None:
         assert gone(children, 2.0)
         assert not segments_of(children)
         assert "Traceback" not in engine.text() and "leaked" not in engine.text()
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    """All tokens of the answer that was running come, the next request is told why not, and the exit code is 0."""
+    wanted = Sampling(max_tokens=120, ignore_eos=True)
+
+    async def session(client: Client) -> None:
+        answer = client.generate(token_ids=[5] * 20, sampling=wanted)
+        pieces = aiter(answer)
+        tokens = list((await anext(pieces)).token_ids)
+        engine.process.send_signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + 10
+        while (await client.health()).phase != "draining":
+            assert time.monotonic() < deadline_s, engine.text()
+        with pytest.raises(RequestRefused) as refused:
+            await anext(aiter(client.generate(token_ids=[5], sampling=wanted)))
+        assert refused.value.code == "draining"
+        tokens += [token async for piece in pieces for token in piece.token_ids]
+        assert len(tokens) == 120 and answer.finished and answer.finished.reason == "length"
+
+    with running("--slots", "64") as engine:
+        children = engine.children()
+        engine.over(session)
+        assert engine.wait() == 0
+        assert gone(children, 2.0) and not segments_of(children)
 
 
 def test_a_second_signal_stops_a_drain() -> None:

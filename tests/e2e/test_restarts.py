@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -65,14 +65,6 @@ async def error_of(task: "asyncio.Task[list[int]]") -> SlotstreamError:
     return ended.value
 
 
-def over(engine: Engine, session: Callable[[Client], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with Client(engine.endpoint) as client:
-            await session(client)
-
-    asyncio.run(main())
-
-
 @contextmanager
 def nothing_left_of(engine: Engine) -> Iterator[None]:
     """Whatever runs now, ran before or is started inside has ended afterwards, and its memory and port are free."""
@@ -108,7 +100,7 @@ def test_one_worker_and_each_process_killed_in_the_middle_of_an_answer() -> None
                 kept = [name for name in NAMES if engine.child(name) == ran[name]]
                 assert kept == {"copyengine": ["scheduler"]}.get(victim, [name for name in NAMES if name != victim])
 
-        over(engine, session)
+        engine.over(session)
         assert [line.split(";")[0] for line in deaths(engine)] == [f"{name} was killed by SIGKILL" for name in NAMES]
         with nothing_left_of(engine):
             engine.child("worker0").kill()
@@ -153,7 +145,7 @@ def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
             assert len(deaths(engine)) == 3 and "copyengine, worker0, worker1, scheduler anew" in deaths(engine)[2]
             assert [*await asyncio.gather(answer(client, 40), answer(client, 40))] == [before, before]
 
-        over(engine, session)
+        engine.over(session)
         assert segments(engine) == SHARED
         with nothing_left_of(engine):
             engine.child("scheduler").kill()

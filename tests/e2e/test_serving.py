@@ -4,7 +4,6 @@ Checked against the tokenizer's one-shot decode, against counted bytes, and agai
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ def conditions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client command runs as the engine does."""
     for name, value in engine.env.items():
         monkeypatch.setenv(name, value)
-
-
-def ask(engine: Engine, session: Callable[[Client], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with Client(engine.endpoint) as client:
-            await session(client)
-
-    asyncio.run(main())
 
 
 async def greedy(client: Client, ids: list[int], max_tokens: int = 8) -> tuple[list[int], Finished]:
@@ -108,7 +99,7 @@ def test_the_same_prompt_gets_the_same_answer(engine: Engine) -> None:
         assert second == first
         assert figures.usage.demand_chunks == 1 and figures.usage.streamed_chunks == 0
 
-    ask(engine, session)
+    engine.over(session)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ def test_the_threshold_decides_what_is_copied(engine: Engine, tokens: int, chunk
             assert lookups == LAYERS * K if tokens == 1 else LAYERS * K < lookups < EXPERTS
         assert lookups_add_up(after)
 
-    ask(engine, session)
+    engine.over(session)
 
 
 def test_a_second_turn_is_one_demand_chunk_over_the_cached_first_one(engine: Engine) -> None:
@@ -148,7 +139,7 @@ def test_a_second_turn_is_one_demand_chunk_over_the_cached_first_one(engine: Eng
         assert (finished.usage.demand_chunks, finished.usage.streamed_chunks) == (1, 0)
         assert finished.usage.cached_tokens == 96  # the pages of 16 tokens that were full
 
-    ask(engine, session)
+    engine.over(session)
 
 
 def test_several_at_a_time_get_what_each_gets_alone(engine: Engine) -> None:
@@ -162,7 +153,7 @@ def test_several_at_a_time_get_what_each_gets_alone(engine: Engine) -> None:
         stats = await client.stats()
         assert stats.running == stats.waiting == 0 and pages_are_back(stats)
 
-    ask(engine, session)
+    engine.over(session)
 
 
 def test_a_dropped_answer_is_aborted(engine: Engine) -> None:
@@ -178,7 +169,7 @@ def test_a_dropped_answer_is_aborted(engine: Engine) -> None:
             await asyncio.sleep(0.02)
         assert (stats.running, stats.aborted, pages_are_back(stats)) == (0, aborted + 1, True)
 
-    ask(engine, session)
+    engine.over(session)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +192,7 @@ def test_a_bad_request_is_refused_and_the_next_one_works(
         assert refused.value.code == code
         assert len((await greedy(client, [1, 2, 3], 2))[0]) == 2
 
-    ask(engine, session)
+    engine.over(session)
 
 
 def test_sampling_and_chat(engine: Engine) -> None:
@@ -213,7 +204,7 @@ def test_sampling_and_chat(engine: Engine) -> None:
         other = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=8, max_tokens=12)
         assert await client.generate(messages=messages, sampling=other).text() != first
 
-    ask(engine, session)
+    engine.over(session)
 
 
 def test_a_stop_string_ends_the_answer(engine: Engine) -> None:
@@ -224,4 +215,4 @@ def test_a_stop_string_ends_the_answer(engine: Engine) -> None:
         assert await answer.text() == whole[: whole.index(stop)]
         assert answer.finished and answer.finished.reason == "stop"
 
-    ask(engine, session)
+    engine.over(session)

@@ -289,7 +289,7 @@ def test_the_device_s_tokens_are_the_reference_s(dtype: torch.dtype, vocab: int,
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [0.0, -100.0, -1e9, torch.finfo(torch.float32).min])
 def test_the_device_draws_from_equal_and_masked_logits(mask: float) -> None:
-    """Against the CPU: one band holds them all, or nine tenths of them are far below, as where a grammar forbids them."""
+    """Against the CPU: one band holds them all, or nine tenths of them are far below, as those a grammar forbids."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.zeros(len(KINDS), 248_320)
     logits[::2] = torch.randn(len(KINDS[::2]), 248_320, generator=generator) * 3
