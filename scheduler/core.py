@@ -210,6 +210,11 @@ class Core:
         self.pages.clear()
         return failed + waiting
 
+    @property
+    def any_ended(self) -> bool:
+        """Whether `take_ended` would return any."""
+        return bool(self._ended)
+
     def take_ended(self) -> list[int]:
         """Sequences that ended since the last call and that the worker may have seen."""
         ended, self._ended = self._ended, []

@@ -93,10 +93,7 @@ class Lane:
         try:
             while await self._has_work():
                 step = self.core.plan(time.monotonic())
-                if step:
-                    await self._step(step)
-                if ended := self.core.take_ended():
-                    await self.worker.release(ended)
+                await self._step_and_release(step, self.core.take_ended())
         except asyncio.CancelledError:
             code, why = "draining", "the engine is stopping"
             raise
@@ -127,7 +124,7 @@ class Lane:
 
     async def _has_work(self) -> bool:
         """Waits for something to do; False once the worker is gone."""
-        if not self.core.running:
+        if not self.core.running and not self.core.any_ended:
             self._work.clear()
             waits = [asyncio.create_task(event.wait()) for event in (self._work, self.worker.lost)]
             try:
@@ -136,6 +133,23 @@ class Lane:
                 for wait in waits:
                     wait.cancel()
         return not self.worker.lost.is_set()
+
+    async def _step_and_release(self, step: RunStep | None, ended: list[int]) -> None:
+        """Both at once, so that no step waits for a round trip: the worker hears of what has ended first, and answers
+        while it computes. If either fails the other is given up."""
+        if step is None or not ended:
+            await (self._step(step) if step else self._release(ended))
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._release(ended))
+                group.create_task(self._step(step))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _release(self, ended: list[int]) -> None:
+        if ended:
+            await self.worker.release(ended, STEP_DEADLINE_S)  # a step may hold up what it is beside
 
     async def _step(self, step: RunStep) -> None:
         match await self._run_step(step):

@@ -58,9 +58,9 @@ class WorkerClient:
         reply = await self._rpc.call(step, deadline_s)
         return reply if isinstance(reply, Failed) else self._rpc.require(reply, StepDone)
 
-    async def release(self, sequences: list[int]) -> None:
-        """Forget what the worker keeps for these sequences."""
-        await self._rpc.expect(Release(sequences), Done, ANSWER_S)
+    async def release(self, sequences: list[int], deadline_s: float) -> None:
+        """Forget what the worker keeps for these sequences, also while a step runs."""
+        await self._rpc.expect(Release(sequences), Done, deadline_s)
 
     async def stats(self) -> StatsReply:
         """Its counters."""

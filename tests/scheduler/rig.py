@@ -80,6 +80,9 @@ class FakeWorker:
         self.load_s = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.release_gate = asyncio.Event()
+        self.release_gate.set()
+        self.release_failure: Exception | None = None
         self.facts = _loaded(vocab_size, **facts)
         self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
             context, protocol.Request, self._handle, Failed
@@ -112,6 +115,9 @@ class FakeWorker:
                 return LAYER_STATS
             case Release(sequences=sequences):
                 self.released += sequences
+                await self.release_gate.wait()
+                if self.release_failure:
+                    raise self.release_failure
                 return Done()
             case other:
                 raise RequestRefused("invalid_request", f"{other}")

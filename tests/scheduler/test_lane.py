@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import zmq.asyncio
 
-from copyengine.wire.errors import CopyFailed, PeerTimeout
+from copyengine.wire.errors import CopyFailed, PeerTimeout, RequestRefused
 from scheduler.core import Core, CoreLimits
 from scheduler.detokenize import NoText
 from scheduler.lane import Lane, running
@@ -121,6 +121,96 @@ def test_a_step_that_cannot_be_sent_ends_its_requests_and_the_lane_goes_on() -> 
             assert isinstance(end, Failed) and end.code == "worker_failed" and "cannot be encoded" in end.detail
             assert lane.alive and not lane.loss and not worker.steps
             assert isinstance(await end_of(submit(lane, 2, max_tokens=3)), Finished)
+
+    on_loop("selector", main)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def test_the_next_step_runs_while_the_worker_forgets_who_ended() -> None:
+    """It has heard of that before the step."""
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]):
+            worker.gate.clear()
+            worker.release_gate.clear()
+            first, second = submit(lane, 1, max_tokens=1), submit(lane, 2, max_tokens=3)
+            await until(lambda: len(worker.steps) == 1)
+            worker.gate.set()
+            assert isinstance(await end_of(first), Finished)
+            await until(lambda: len(worker.steps) == 2)
+            assert worker.released == [1]
+            worker.release_gate.set()
+            assert isinstance(await end_of(second), Finished)
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize("way", ["at its end", "in a step", "while it waits for a place"])
+def test_the_worker_forgets_who_ended_although_no_step_follows(way: str) -> None:
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]):
+            if way == "at its end":
+                assert isinstance(await end_of(submit(lane, 1, max_tokens=2)), Finished)
+                await until(lambda: worker.released == [1])
+            else:
+                worker.gate.clear()
+                requests = [Request(i, [5], Sampling(), Ending(500), NoText(), 0.0) for i in range(3)]
+                for request in requests:
+                    lane.submit(request, asyncio.Queue())
+                await until(lambda: len(worker.steps) == 1)
+                for request in requests[:: -1 if way == "while it waits for a place" else 1]:
+                    assert lane.abort(request)
+                worker.gate.set()
+                await until(lambda: sorted(worker.released)[:2] == [0, 1])
+            assert nothing_left(lane) and not lane.core.any_ended
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize("step_out", [True, False])
+def test_a_worker_that_cannot_forget_is_of_no_use(step_out: bool) -> None:
+    """As if a step had failed for good: what the step that is out yields counts no more."""
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]):
+            worker.release_failure = RequestRefused("internal", "no such sequence")
+            worker.gate.clear()
+            first = submit(lane, 1, max_tokens=1)
+            second = submit(lane, 2) if step_out else None
+            await until(lambda: len(worker.steps) == 1)
+            worker.release_gate.clear()
+            worker.gate.set()
+            assert isinstance(await end_of(first), Finished)
+            if second:
+                worker.gate.clear()
+                await until(lambda: len(worker.steps) == 2)
+            worker.release_gate.set()
+            await until(lambda: not lane.alive)
+            assert lane.loss == "internal" and "no such sequence" in lane.death and not lane.broken
+            if second:
+                assert await end_of(second) == Failed("worker_failed", lane.death)
+            worker.gate.set()
+            await asyncio.sleep(0.02)
+            assert nothing_left(lane) and (second is None or second.empty())
+
+    on_loop("selector", main)
+
+
+def test_a_stop_beside_a_release_ends_requests_as_any_stop_does() -> None:
+    async def main() -> None:
+        async with lanes() as [(lane, worker)]:
+            async with running([lane]):
+                worker.release_gate.clear()
+                first, second = submit(lane, 1, max_tokens=1), submit(lane, 2)
+                assert isinstance(await end_of(first), Finished)
+                await until(lambda: worker.released == [1])
+            assert await end_of(second) == Failed("draining", "the engine is stopping")
+            assert nothing_left(lane) and not lane.broken
 
     on_loop("selector", main)
 

@@ -74,7 +74,7 @@ def test_a_failed_reply_is_raised_as_the_error_of_its_code(code: str, kind: type
         return Failed(code, "why")
 
     async def main(client: WorkerClient, die: object) -> None:
-        for call in (client.load(Load("m"), 5), client.release([1]), client.stats(), client.layer_stats(5)):
+        for call in (client.load(Load("m"), 5), client.release([1], 5), client.stats(), client.layer_stats(5)):
             with pytest.raises(kind, match="why"):
                 await call
         assert await client.run_step(STEP, 5) == Failed(code, "why"), "a failed step is a value"
@@ -86,7 +86,12 @@ def test_a_silent_worker_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worker_client, "ANSWER_S", 0.05)
 
     async def main(client: WorkerClient, die: object) -> None:
-        for call in (client.load(Load("m"), 0.05), client.run_step(STEP, 0.05), client.release([1]), client.stats()):
+        for call in (
+            client.load(Load("m"), 0.05),
+            client.run_step(STEP, 0.05),
+            client.release([1], 0.05),
+            client.stats(),
+        ):
             with pytest.raises(PeerTimeout, match=r"within 0\.05 s"):
                 await call
         assert not client.lost.is_set()

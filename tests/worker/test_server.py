@@ -203,7 +203,7 @@ def test_steps_run_in_order_on_one_thread_while_the_server_answers(on_loop: OnLo
             steps = [asyncio.create_task(client.run_step(step(token), 5)) for token in range(20)]
             stats = await client.stats()
             assert (stats.decode.steps, stats.slots, stats.resident) == (0, 8, 5)
-            await client.release([1, 2])
+            await client.release([1, 2], 5)
             rig.engine.gate.set()
             done = await asyncio.gather(*steps)
             assert [d.tokens for d in done if isinstance(d, StepDone)] == [[token] for token in range(20)]
