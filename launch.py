@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import psutil
 from msgspec import Meta
+from msgspec.structs import replace
 
 from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
@@ -37,7 +38,7 @@ from copyengine.wire.loop import resolve
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
-from scheduler.config import SchedulerConfig, ServingConfig
+from scheduler.config import DEFAULT_PORT, SchedulerConfig, ServingConfig
 from scheduler.live_status import LiveStatus
 from scheduler.preflight import check_port, check_stats_file, max_model_len
 from scheduler.ready_block import ready_block
@@ -229,6 +230,8 @@ def on_signals(told: Callable[[str], object]) -> None:
 def run(config: LaunchConfig) -> int:
     """Start, serve or answer, stop; the exit code. ConfigError if the start is refused."""
     configure_logging(config.log_level, "launch")
+    if config.prompt is not None and config.port == DEFAULT_PORT:
+        config = replace(config, port=0)  # nobody else needs to find it: it may run beside another engine
     found = preflight(config)
     log.info("device %s, %s", found.placement.device, found.placement.reason)
     engine = Engine(config, found, ProgressLine())

@@ -5,7 +5,7 @@ import asyncio
 import io
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -68,7 +68,8 @@ class Screen:
 def figures(finished: Finished) -> str:
     """The figures of one answer in one line."""
     usage, timing = finished.usage, finished.timing
-    reasons = ", ".join(choice.reason for choice in finished.choices) or finished.reason
+    counts = Counter(choice.reason for choice in finished.choices)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or finished.reason
     return (
         f"[{reasons}] {usage.prompt_tokens} prompt + {usage.new_tokens} new tokens, "
         f"{usage.cached_tokens} cached; "
@@ -205,7 +206,7 @@ class Session:
             answer = self._client.generate(messages=messages, sampling=self._sampling)
             messages.append(Message("assistant", self._runner.run(self._screen.show(answer))))
         except KeyboardInterrupt:
-            sys.stdout.write("\n[interrupted]\n")
+            sys.stdout.write("\n[interrupted: this turn is forgotten]\n")
             self._runner.run(self._client.settle())
             messages.pop()
         except (PeerDied, PeerTimeout):

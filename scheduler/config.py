@@ -14,6 +14,8 @@ AutoOr = Literal["auto"]
 MOST = 2**31 - 1
 """Counts and sizes above this are slips of the keyboard, and would not fit in a message either."""
 
+DEFAULT_PORT = 5757
+
 
 class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What launch.py and a scheduler started alone have in common."""
@@ -60,7 +62,7 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = False
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 5757
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = DEFAULT_PORT
     collect_stats: Annotated[
         str,
         Meta(description="JSON file for hit rates by layer and routing frequencies, written every 30 s and at the end"),

@@ -20,8 +20,9 @@ from typing import Self
 
 import zmq.asyncio
 
-from copyengine.wire.errors import ConfigError, PeerDied, PeerError, RequestRefused
+from copyengine.wire.errors import ConfigError, PeerDied, PeerError, PeerTimeout, RequestRefused, SlotstreamError
 from copyengine.wire.rpc import RpcClient
+from scheduler.config import DEFAULT_PORT
 from scheduler.protocol import (
     FINAL,
     Abort,
@@ -41,7 +42,17 @@ from scheduler.protocol import (
     Tokens,
 )
 
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
+__all__ = [
+    "DEFAULT_ENDPOINT",
+    "Answer",
+    "Client",
+    "PeerDied",
+    "PeerTimeout",
+    "RequestRefused",
+    "SlotstreamError",
+]
+
+DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 ANSWER_S = 5.0
 """Seconds within which the scheduler answers what needs no model."""
 

@@ -158,7 +158,7 @@ def test_a_chat_on_a_terminal_survives_an_interrupted_answer(model: Path, event_
             seen = process.stdout.read(40)
             process.send_signal(signal.SIGINT)
             os.write(terminal, b"again\n")
-            while b"[interrupted]" not in seen:
+            while b"[interrupted" not in seen:
                 seen += process.stdout.read(1)
             before = len(seen)
             seen += process.stdout.read(40)
@@ -173,7 +173,7 @@ def test_a_chat_on_a_terminal_survives_an_interrupted_answer(model: Path, event_
             rig.worker.step_s = 0.005
             after, errors, code = await asyncio.to_thread(chat, rig.endpoint)
             assert (errors, code) == ("", 0)
-            assert "[interrupted]" in after
+            assert "[interrupted: this turn is forgotten]" in after
             await rig.settled()
             async with rig.client() as client:
                 assert (await client.stats()).aborted == 2
@@ -230,7 +230,7 @@ def test_several_answers_come_one_below_the_other_and_as_json_by_index(model: Pa
             flags = ["a fox", "--n", "2", "--max-tokens", "9", "--ignore-eos"]
             text = wanted(model, "a fox", 9)
             done = await ask(rig.endpoint, *flags)
-            assert done.stdout.startswith(f"[0] {text}\n[1] {text}\n[length, length] ")
+            assert done.stdout.startswith(f"[0] {text}\n[1] {text}\n[2 length] ")
             done = await ask(rig.endpoint, *flags, "--json", "--logprobs", "1")
             *pieces, last = [json.loads(line) for line in done.stdout.splitlines()]
             for index in range(2):
