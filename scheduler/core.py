@@ -100,7 +100,8 @@ class Core:
         return self._limits.max_running
 
     def would_wait(self, request: Request, answers: int = 1) -> int:
-        """How many of `answers` to the prompt of `request` could not run if they were submitted now, behind those held.
+        """How many of `answers` to the prompt of `request` could not run if they were submitted now, behind those held;
+        at most, for one that waits may have become able to run since.
 
         What the first one computes the others share.
         """

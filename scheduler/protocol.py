@@ -219,9 +219,9 @@ class StatsReply(Struct, frozen=True, tag=True):
     one of `finished`, `failed` and `aborted`, counted with its last reply; `aborted` are also those whose client left
     before their end. `refused` are the Generate that were not accepted. `prompt_tokens` are those of all accepted
     requests, `generated_tokens` those that were sent. `kv_pages_cached` are in the prefix cache, whether requests use
-    them or not; those neither free nor cached are running requests' own. `cached_tokens` were prompt tokens not
-    computed because their KV was cached, for each of several answers; `preempted` counts each time that a request gave
-    its pages back and waited again.
+    them or not; those neither free nor cached are the own of running requests, and of some that ended while a step of
+    theirs was out, until it is back. `cached_tokens` were prompt tokens not computed because their KV was cached, for
+    each of several answers; `preempted` counts each time that a request gave its pages back and waited again.
     """
 
     waiting: int

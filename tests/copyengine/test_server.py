@@ -28,7 +28,7 @@ from copyengine.checkpoint.reader import read_experts
 from copyengine.client import CopyEngineClient
 from copyengine.config import CopyEngineConfig
 from copyengine.copier import Attachment
-from copyengine.device.host import HostCopyDevice, HostWorkerDevice
+from copyengine.device.host import HostCopyDevice, HostWorkerDevice, reclaim_stale
 from copyengine.device.probe import cuda_devices
 from copyengine.loading import DUMMY_SEED, BankLoader
 from copyengine.protocol import Attach, Load, Loaded, LoadProgress
@@ -447,6 +447,7 @@ def test_a_worker_that_is_killed_in_a_step_is_dropped(model: str, monkeypatch: p
                 stats = await client.stats()
                 assert stats.workers == ["other", "w"] and not stats.asleep
                 worker.kill()
+            reclaim_stale()
             async with asyncio.timeout(10):
                 while (stats := await client.stats()).workers != ["other"] or not stats.asleep:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
