@@ -108,7 +108,7 @@ class Tokens(Struct, frozen=True, tag=True):
 
     `text` holds whole characters only; the pieces concatenate to the answer. Text that may turn out to begin a stop
     string or an unfinished character comes later than its token, so either may be empty. Both are empty when a reply
-    only says that the request still waits.
+    only says that the request still waits, which one whose text becomes tokens says before Accepted.
     """
 
     text: str
@@ -252,8 +252,8 @@ class Failed(Struct, frozen=True, tag=True):
     """The request ended with an error.
 
     Codes: wire (malformed or unknown fields), invalid_request, duplicate_request, no_tokenizer (only token_ids can be
-    served), no_chat_template, context_length_exceeded, queue_full, not_ready, draining, bad_logits
-    (the model computes NaN or infinity), worker_failed, internal.
+    served), no_chat_template, context_length_exceeded, encode_timeout (the text took too long to become tokens),
+    queue_full, not_ready, draining, bad_logits (the model computes NaN or infinity), worker_failed, internal.
     """
 
     code: str

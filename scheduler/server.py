@@ -13,6 +13,7 @@ from copyengine.wire.rpc import Call, RpcServer
 from scheduler import protocol
 from scheduler.choices import Choices
 from scheduler.counters import stats_reply
+from scheduler.encoding import Encoder
 from scheduler.lane import Lane
 from scheduler.policy import route
 from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats, Tokens
@@ -45,6 +46,7 @@ class SchedulerServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tally = Tally()
+        self._encoder = Encoder()
 
     def bind(self, endpoint: str) -> str:
         """Bind; the endpoint really bound. ConfigError if it is taken."""
@@ -77,6 +79,7 @@ class SchedulerServer:
     async def close(self) -> None:
         """Close the socket; `end` comes first."""
         await self._rpc.close()
+        self._encoder.close()
 
     async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
         match call.request:
@@ -131,12 +134,14 @@ class SchedulerServer:
     async def _prepare(self, service: Service, ticket: Ticket, generate: Generate) -> list[Request]:
         """The checked requests, one for each answer.
 
-        Tokenising runs in a thread: a long prompt must not delay the others' tokens.
+        Raises as Encoder.run does for a text, and PeerDied if the client of one is gone.
         """
         check_generate(generate, service.text.has_text, service.vocab_size)
         prompt = generate.token_ids
         if prompt is None:
-            prompt = await asyncio.to_thread(service.text.encode, generate, service.max_model_len)
+            prompt = await self._encoder.run(
+                lambda: service.text.encode(generate, service.max_model_len), ticket.outbox.say_it_waits
+            )
         sampling = generate.sampling
         max_tokens = check_prompt(prompt, service.vocab_size, sampling, service.max_model_len)
         ending_tokens = frozenset(sampling.stop_token_ids)

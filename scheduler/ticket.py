@@ -50,6 +50,12 @@ class ClientOutbox:
         elif (message.text or message.token_ids) and not self._over.is_set():
             self._try_to_send(message)
 
+    def say_it_waits(self) -> None:
+        """Send an empty Tokens. PeerDied if the client is gone."""
+        self._try_to_send(Tokens("", []))
+        if self._gone:
+            raise self._gone
+
     async def end(self) -> Finished | Failed:
         """The final reply, once it is there. PeerDied if the client is gone."""
         while not self._over.is_set():

@@ -569,6 +569,69 @@ def test_a_stop_gives_running_requests_their_last_reply(model: Path, event_loop:
     on_loop(event_loop, main)
 
 
+def test_a_text_that_takes_long_keeps_its_client_waiting_and_is_refused_at_last(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not too late is answered; token ids need no tokenizer."""
+    goes_on, encode = threading.Event(), TextCodec.encode
+
+    def slow(codec: TextCodec, generate: Generate, most: int) -> list[int]:
+        assert goes_on.wait(10)
+        return encode(codec, generate, most)
+
+    monkeypatch.setattr(TextCodec, "encode", slow)
+    monkeypatch.setattr("scheduler.encoding.KEEPALIVE_S", 0.02)
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as client:
+            monkeypatch.setattr("scheduler.encoding.ENCODE_S", 0.1)
+            refused = await refusal(client, prompt="a", sampling=sampling(1))
+            assert refused.code == "encode_timeout" and "after 0.1 s" in refused.detail
+            assert (await collect(client, token_ids=[5], sampling=sampling(1)))[1] == [6]
+            monkeypatch.setattr("scheduler.encoding.ENCODE_S", 10.0)
+            seen = []
+            async for reply in client._stream(client.generate(prompt="a", sampling=sampling(1))._request):
+                seen.append(reply)
+                if seen == [Tokens("", [])] * 2:
+                    goes_on.set()
+            assert seen[:2] == [Tokens("", [])] * 2 and isinstance(seen[-1], Finished)
+            stats = await client.stats()
+            assert (stats.finished, stats.refused) == (2, 1)
+
+    try:
+        on_loop("selector", main)
+    finally:
+        goes_on.set()
+
+
+def test_a_client_that_leaves_while_its_text_becomes_tokens_is_waited_for_no_more(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, begun = threading.Event(), threading.Event()
+
+    def stuck(*_: object) -> list[int]:
+        begun.set()
+        assert goes_on.wait(10)
+        return [5]
+
+    monkeypatch.setattr(TextCodec, "encode", stuck)
+    monkeypatch.setattr("scheduler.encoding.KEEPALIVE_S", 0.02)
+
+    async def main() -> None:
+        async with engine(model) as rig, rig.client() as gone:
+            asked = asyncio.create_task(collect(gone, prompt="a", sampling=sampling(1)))
+            assert await asyncio.to_thread(begun.wait, 5)
+            await vanish(gone)
+            assert isinstance((await asyncio.gather(asked, return_exceptions=True))[0], PeerDied)
+            async with asyncio.timeout(5):
+                await rig.server.drain()
+
+    try:
+        on_loop("selector", main)
+    finally:
+        goes_on.set()
+
+
 def test_a_request_that_waits_hears_that_the_engine_lives(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.ticket.KEEPALIVE_S", 0.02)
 
