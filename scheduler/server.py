@@ -113,10 +113,11 @@ class SchedulerServer:
             call.send(Accepted(request_id=request_id, prompt_tokens=requests[0].prompt_tokens))
             return await ticket.outbox.end()
         finally:
+            final = ticket.outbox.final  # none if the client left: what is aborted for that reason is no reply to it
             self._abort(ticket)
             self._tally.count(ticket)
             if ticket.request:
-                log_end(request_id, ticket.request.prompt_tokens, ticket.outbox.final)
+                log_end(request_id, ticket.request.prompt_tokens, final)
             del self._tickets[key]
             if not self._tickets:
                 self._idle.set()

@@ -5,6 +5,7 @@ workers were sent.
 """
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -409,13 +410,18 @@ def test_leaving_an_answer_aborts_it(model: Path, event_loop: str, way: str) -> 
     on_loop(event_loop, main)
 
 
-def test_a_client_that_is_gone_has_its_requests_aborted(model: Path, event_loop: str) -> None:
+def test_a_client_that_is_gone_has_its_requests_aborted_and_is_said_to_have_left(
+    model: Path, event_loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that aborts its request has not."""
+    caplog.set_level(logging.INFO, "scheduler.request_log")
+
     async def main() -> None:
         async with engine(model) as rig, rig.client() as client:
             rig.worker.step_s = 0.002
             gone = rig.client()
             await gone.__aenter__()
-            answer = aiter(gone.generate(token_ids=[5], sampling=sampling(2000)))
+            answer = aiter(gone.generate(token_ids=[5], sampling=sampling(2000), request_id="gone"))
             await anext(answer)
             await vanish(gone)
             with pytest.raises(PeerDied):
@@ -423,6 +429,12 @@ def test_a_client_that_is_gone_has_its_requests_aborted(model: Path, event_loop:
                     await anext(answer)
             await rig.settled()
             assert (await client.stats()).aborted == 1
+            aborted = asyncio.create_task(collect(client, token_ids=[5], sampling=sampling(2000), request_id="aborted"))
+            await rig.settled(running=1)
+            await client.abort("aborted")
+            assert (await aborted)[2].reason == "abort"
+            ends = [" ".join(record.getMessage().split()[:4]) for record in caplog.records]
+            assert ends == ["request id=gone end=left prompt=1", "request id=aborted end=abort prompt=1"]
             async with asyncio.timeout(5):
                 while not rig.pages_free():  # noqa: ASYNC110 - the step that was out still writes into them
                     await asyncio.sleep(0.005)
