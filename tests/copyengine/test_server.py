@@ -21,6 +21,7 @@ import pytest
 import zmq.asyncio
 from msgspec.structs import replace
 
+from copyengine.__main__ import serve
 from copyengine.checkpoint.dummy import fill_dummy_experts
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.random_model import Sizes, write_random_model
@@ -573,6 +574,31 @@ def test_a_socket_that_hears_nothing_any_more_ends_the_server_with_its_error() -
         context.term()
 
     in_both_loops(test)
+
+
+def test_a_process_that_ends_by_an_error_says_so_by_its_code_also_if_a_copy_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes: list[int] = []
+    free = CopyEngineServer.close
+
+    async def deaf(_: CopyEngineServer) -> None:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    async def close(server: CopyEngineServer) -> bool:
+        assert await free(server)
+        return False
+
+    monkeypatch.setattr(CopyEngineServer, "run", deaf)
+    monkeypatch.setattr(CopyEngineServer, "close", close)
+    monkeypatch.setattr("copyengine.__main__.end_now", codes.append)
+
+    async def test() -> None:
+        with pytest.raises(zmq.ZMQError):
+            await serve(CopyEngineConfig())
+
+    in_both_loops(test)
+    assert codes == [1] * len(LOOPS)
 
 
 def test_banks_that_may_be_copied_from_are_not_freed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,22 @@ def test_a_stop_beside_a_release_ends_requests_as_any_stop_does() -> None:
     on_loop("selector", main)
 
 
+def test_a_worker_whose_answers_cannot_be_read_any_more_is_lost_for_an_error_of_ours() -> None:
+    """At once, not at the step's deadline, and with a code by which another one is asked for: it lives."""
+
+    def fail(_: bytes) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        async with lanes() as [(lane, _)], running([lane]):
+            lane.worker._rpc._codec.decode = fail  # type: ignore[method-assign, assignment]
+            end = await end_of(submit(lane, 1))
+            assert isinstance(end, Failed) and end.code == "worker_failed" and "ZeroDivisionError" in end.detail
+            assert not lane.alive and lane.loss == "internal" and not lane.broken
+
+    on_loop("selector", main)
+
+
 def test_a_core_that_cannot_even_be_emptied_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise ValueError("pages [3] are not all owned")

@@ -27,9 +27,12 @@ from copyengine.wire.child import Child, Exited, Notices, Said
 from copyengine.wire.errors import ConfigError, PeerDied
 from copyengine.wire.lifecycle import EXIT_CONFIG, EXIT_PEER, Event, Listening, Ready, StartFailed
 from copyengine.wire.loop import run
+from worker.__main__ import serve
 from worker.client import WorkerClient
+from worker.compute import ComputeThread
 from worker.config import WorkerConfig
 from worker.protocol import Failed, Load, LoadProgress, RunStep, Sampling, SequenceStep, StepDone
+from worker.server import WorkerServer
 
 SIZES = Sizes(
     layers=2, hidden=32, intermediate=32, experts=8, experts_per_token=2, heads=2, kv_heads=1, head_dim=16,
@@ -279,6 +282,30 @@ def test_signals_stop_a_worker_that_runs_alone(model: Path, name: str) -> None:
         run(main(), "auto")
         assert started.exit_code("w") == 0
         assert not started.segments("w")
+
+
+def test_a_worker_that_ends_by_an_error_says_so_by_its_code_also_if_a_step_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes: list[int] = []
+
+    async def deaf(_: WorkerServer) -> None:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    async def stuck(_: ComputeThread, deadline_s: float) -> bool:
+        return False
+
+    monkeypatch.setattr(WorkerServer, "serve", deaf)
+    monkeypatch.setattr(ComputeThread, "idle", stuck)
+    monkeypatch.setattr("worker.__main__.bring_torch", lambda _: None)
+    monkeypatch.setattr("worker.__main__.end_now", codes.append)
+
+    async def test() -> None:
+        with pytest.raises(zmq.ZMQError):
+            await serve(settings(endpoint="tcp://127.0.0.1:0", copy_engine="tcp://127.0.0.1:1"))
+
+    run(test(), "selector")
+    assert codes == [1]
 
 
 def test_it_listens_before_torch_is_there() -> None:
