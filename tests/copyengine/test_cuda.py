@@ -103,7 +103,7 @@ def download(worker: CudaWorker) -> Iterator[Download]:
 
 def check(worker: CudaWorker, download: Download, held: dict[int, np.ndarray[Any, Any]]) -> None:
     """Slots hold what `held` says, all others what the pool was filled with."""
-    pool = download(worker.pool).reshape(worker.host_slots, worker.record_nbytes)
+    pool = download(worker.pool).reshape(worker.slots, worker.record_nbytes)
     rest = np.delete(pool, list(held), 0)
     assert (rest == UNTOUCHED).all()
     for slot, content in held.items():
@@ -409,7 +409,7 @@ def test_attaching_and_detaching_leaves_nothing_mapped(engine: CudaEngine, recor
     for _ in range(10):
         worker = CudaWorker("guest", record.record_nbytes, GB // record.record_nbytes, FLAGS)
         worker.attach(engine)
-        worker.put(0, "demand", 0, [0], [worker.host_slots - 1])
+        worker.put(0, "demand", 0, [0], [worker.slots - 1])
         assert worker.wait(0) == [LANDED]
         engine.run(engine.client.detach("guest"))
         worker.close()

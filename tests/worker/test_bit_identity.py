@@ -16,7 +16,7 @@ from copyengine.protocol import Dtype
 from kernels.formats import layout
 from tests.worker.random_weights import random_bank, random_weights
 from tests.worker.resident_experts import CPU
-from tests.worker.test_slots import Rig
+from tests.worker.test_host_slots import Rig
 from worker.geometry import SlotGeometry
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
