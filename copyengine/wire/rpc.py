@@ -49,6 +49,11 @@ LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|
 SEND_QUEUE_REPLIES = 1000
 """Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.send` raises PeerDied."""
 
+FINAL_PATIENCE_S = 30.0
+"""Seconds that a final reply waits for room among those: as long as a client takes silence for patience."""
+
+FINAL_RETRY_S = 0.1
+
 
 class Failure(Protocol):
     """What every protocol's Failed has."""
@@ -58,6 +63,10 @@ class Failure(Protocol):
 
     @property
     def detail(self) -> str: ...
+
+
+class _QueueFull(PeerDied):
+    """The client does not read its replies."""
 
 
 class Call(Generic[Req, Rep]):
@@ -168,10 +177,20 @@ class RpcServer(Generic[Req, Rep]):
         except Exception as error:
             log.exception("request failed")
             reply = self._failed("internal", f"{type(error).__name__}: {error}")
-        try:
-            self._send(peer, number, reply)
-        except PeerDied:
-            log.debug("the client of a finished request is gone")
+        await self._send_final(peer, number, reply)
+
+    async def _send_final(self, peer: bytes, number: bytes, reply: Rep) -> None:
+        """A client that reads again after a while finds the end of each of its requests."""
+        give_up_s = time.monotonic() + FINAL_PATIENCE_S
+        while True:
+            try:
+                return self._send(peer, number, reply)
+            except _QueueFull as error:
+                if time.monotonic() >= give_up_s:
+                    return log.debug("a final reply is dropped: %s", error)
+            except PeerDied:
+                return log.debug("the client of a finished request is gone")
+            await asyncio.sleep(FINAL_RETRY_S)
 
     def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
         body = self._encode(reply)
@@ -180,7 +199,7 @@ class RpcServer(Generic[Req, Rep]):
             self._sender.send(number, MORE)
             self._sender.send(body, LAST)
         except zmq.Again:
-            raise PeerDied(f"the client does not read its replies ({SEND_QUEUE_REPLIES} waiting)") from None
+            raise _QueueFull(f"the client does not read its replies ({SEND_QUEUE_REPLIES} waiting)") from None
         except zmq.ZMQError as error:
             raise PeerDied(f"the client is gone: {error.strerror}") from None
         self._last_reply_s = time.monotonic()

@@ -4,6 +4,7 @@ One final reply per request, whatever happens; junk is counted and harms nobody;
 """
 
 import asyncio
+import contextlib
 import pickle
 import sys
 import time
@@ -610,8 +611,55 @@ def test_a_client_that_is_gone_or_reads_nothing_costs_only_its_own_call(monkeypa
                 assert close_first or "does not read" in why
                 assert await good.call(Ask("x"), 5) == Answer("x", 0)
                 raw.close(linger=0)
-            await asyncio.sleep(0.01)
-            assert not server._tasks
+            async with asyncio.timeout(5):
+                while server._tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    in_both_loops(test)
+
+
+@pytest.mark.parametrize("patience_s", [30.0, 0.3])
+def test_a_client_that_reads_again_finds_the_end_of_each_request(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """Of one that flooded it and of a short one beside it; but not if it has read nothing for too long."""
+    monkeypatch.setattr(rpc, "SEND_QUEUE_REPLIES", 10)
+    monkeypatch.setattr(rpc, "FINAL_PATIENCE_S", patience_s)
+
+    async def test() -> None:
+        full = asyncio.Event()
+
+        async def flood(call: Call[Ask, Reply]) -> Reply:
+            if call.request.what == "short":
+                return Answer("short", 0)
+            refused = 0
+            while refused < 20:  # at first there is still room below: the system's buffers take some
+                try:
+                    await call.progress(Answer("y" * 100_000, 0))
+                    refused = 0
+                except PeerDied:
+                    refused += 1
+                    await asyncio.sleep(0.01)
+            full.set()
+            return Answer("the end", 0)
+
+        async with served(handler=flood) as (context, server, bound):
+            raw = context.socket(zmq.DEALER, socket_class=zmq.asyncio.Socket)
+            raw.setsockopt(zmq.RCVHWM, 1)
+            raw.connect(bound)
+            await raw.send_multipart([b"12345678", msgspec.msgpack.encode(Ask("flood"))])
+            await asyncio.wait_for(full.wait(), 20)
+            await raw.send_multipart([b"87654321", msgspec.msgpack.encode(Ask("short"))])
+            await asyncio.sleep(0.6)
+            assert len(server._tasks) == (2 if patience_s > 1 else 0)
+            ends = set()
+            with contextlib.suppress(TimeoutError):
+                while len(ends) < 2:
+                    _, body = await asyncio.wait_for(raw.recv_multipart(), 1)
+                    answer = msgspec.msgpack.decode(body, type=Answer)
+                    ends |= {answer.what} - {"y" * 100_000}
+            assert ends == ({"the end", "short"} if patience_s > 1 else set())
+            raw.close(linger=0)
 
     in_both_loops(test)
 
