@@ -34,6 +34,11 @@ class Choices:
             if self._lane.abort(request) or index in held:
                 self.take(index, request.finished("abort", time.monotonic()))
 
+    def so_far(self, now_s: float) -> Finished:
+        """The figures of all, of those that have not ended as if they were aborted now."""
+        ends = enumerate(self._requests)
+        return combined([self._ends.get(i) or request.finished("abort", now_s) for i, request in ends])
+
     def take(self, index: int, message: Tokens | Finished | Failed) -> None:
         """A reply to request `index`. After a Failed whoever waits for the final reply aborts the others."""
         match message:

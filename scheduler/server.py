@@ -117,7 +117,7 @@ class SchedulerServer:
             self._abort(ticket)
             self._tally.count(ticket)
             if ticket.request:
-                log_end(request_id, ticket.request.prompt_tokens, final)
+                log_end(request_id, ticket.so_far(time.monotonic()), final)
             del self._tickets[key]
             if not self._tickets:
                 self._idle.set()
@@ -178,8 +178,18 @@ class SchedulerServer:
             lane.submit(request, ticket.outbox)
 
     def _lane_for(self, service: Service, request: Request, answers: int) -> Lane:
-        """The worker that suits it best; if too many would wait there, the least loaded one where they would not."""
+        """The worker that suits it best; if too many would wait there, the least loaded one where they would not.
+
+        RequestRefused if they would everywhere.
+        """
         lanes = self._alive(service)
+        places = max(lane.core.places for lane in lanes)
+        if answers > places + service.max_queued:
+            raise RequestRefused(
+                "invalid_request",
+                f"n is {answers}, but {places} answers run at a time (--max-running-requests) and {service.max_queued} "
+                "may wait (--max-queued-requests)",
+            )
         cached = [lane.core.pages.reusable(request.tokens) for lane in lanes]
         lane = lanes[route([lane.core.load for lane in lanes], cached)]
         waiting = sum(lane.core.waiting for lane in service.lanes)
@@ -192,7 +202,7 @@ class SchedulerServer:
             return lane
         others = [other for other in lanes if takes_it(other)]
         if not others:
-            raise _queue_full(service, waiting, answers)
+            raise _queue_full(service, waiting, min(lane.core.would_wait(request, answers) for lane in lanes), answers)
         return min(others, key=lambda other: other.core.load)
 
     def _send(self, call: Call[protocol.Request, protocol.Reply], tokens: Tokens) -> None:
@@ -242,11 +252,11 @@ class SchedulerServer:
         return stats_reply(lanes, self._tally, self._rpc.dropped_frames)
 
 
-def _queue_full(service: Service, waiting: int, answers: int = 1) -> RequestRefused:
-    more = f" and {answers} more are asked for" if answers > 1 else ""
-    return RequestRefused(
-        "queue_full", f"{waiting} requests wait already{more}, --max-queued-requests is {service.max_queued}"
-    )
+def _queue_full(service: Service, waiting: int, late: int = 1, answers: int = 1) -> RequestRefused:
+    """`waiting` requests wait, and of the `answers` asked for `late` would have to."""
+    wait = "1 request waits already" if waiting == 1 else f"{waiting} requests wait already"
+    more = f", {late} of the {answers} answers asked for would too" if answers > 1 else ""
+    return RequestRefused("queue_full", f"{wait}{more}, --max-queued-requests is {service.max_queued}")
 
 
 def _finish_aborted(ticket: Ticket, request: Request) -> None:

@@ -91,6 +91,11 @@ class Ticket:
         self.lane: Lane | None = None
         self.choices: Choices | None = None  # if several answers are asked for: `request` is the first
 
+    def so_far(self, now_s: float) -> Finished:
+        """The figures of an accepted one that ends without any."""
+        assert self.request
+        return self.choices.so_far(now_s) if self.choices else self.request.finished("abort", now_s)
+
 
 class Tally(Struct):
     """Each accepted request is counted in exactly one of the first three, when it is over; the others in `refused`."""

@@ -100,8 +100,8 @@ def test_an_abort_ends_all_answers(model: Path, when: str) -> None:
     on_loop("selector", main)
 
 
-@pytest.mark.parametrize(("answers", "queued"), [(4, 1), (5, 0)])
-def test_answers_that_would_wait_need_places_in_the_queue(model: Path, answers: int, queued: int) -> None:
+@pytest.mark.parametrize(("answers", "late", "queued"), [(4, 2, 1), (3, 1, 0)])
+def test_answers_that_would_wait_need_places_in_the_queue(model: Path, answers: int, late: int, queued: int) -> None:
     """Four run at a time, and two of them do already."""
 
     async def main() -> None:
@@ -114,13 +114,32 @@ def test_answers_that_would_wait_need_places_in_the_queue(model: Path, answers: 
                 await client.generate(token_ids=PROMPT, sampling=Sampling(n=answers)).texts()
             assert (refused.value.code, refused.value.detail) == (
                 "queue_full",
-                f"1 requests wait already and {answers} more are asked for, --max-queued-requests is {queued}",
+                f"1 request waits already, {late} of the {answers} answers asked for would too, "
+                f"--max-queued-requests is {queued}",
             )
             fits = client.generate(token_ids=PROMPT, sampling=Sampling(n=2, max_tokens=2, ignore_eos=True))
             asked.append(asyncio.create_task(fits.texts()))
             await rig.settled(running=4)
             rig.worker.gate.set()
             assert [len(texts) for texts in await asyncio.gather(*asked)] == [2, 2]
+            await all_pages_back(rig)
+
+    on_loop("selector", main)
+
+
+def test_more_answers_than_there_are_places_at_all_are_refused_for_good(model: Path) -> None:
+    """Not as something to try again: an idle engine would not take them either. One less than that is taken."""
+
+    async def main() -> None:
+        async with engine(model, max_running_requests=4, max_queued_requests=2) as rig, rig.client() as client:
+            with pytest.raises(RequestRefused) as refused:
+                await client.generate(token_ids=PROMPT, sampling=Sampling(n=7)).texts()
+            assert (refused.value.code, refused.value.detail) == (
+                "invalid_request",
+                "n is 7, but 4 answers run at a time (--max-running-requests) and 2 may wait (--max-queued-requests)",
+            )
+            texts = await client.generate(token_ids=PROMPT, sampling=Sampling(n=6, max_tokens=2)).texts()
+            assert len(texts) == 6
             await all_pages_back(rig)
 
     on_loop("selector", main)
