@@ -115,9 +115,6 @@ class Run:
         assert alive[0].phase != "waiting", "the oldest is never preempted"
         check_step(step, self.limits)
         self.see(step)
-        turn = self.core._turn
-        assert turn.decoded == (step.mode == "decode")
-        assert turn.decoded or turn.prefilled == "long" or step.mode == "demand"
         assert not {s.sequence for s in step.sequences} & set(self.over), "who has ended is not stepped"
         if abort is not None:
             self.abort(abort)
