@@ -652,7 +652,7 @@ def test_a_client_that_reads_again_finds_the_end_of_each_request(
             await raw.send_multipart([b"87654321", msgspec.msgpack.encode(Ask("short"))])
             await asyncio.sleep(0.6)
             assert len(server._tasks) == (2 if patience_s > 1 else 0)
-            ends = set()
+            ends = set[str]()
             with contextlib.suppress(TimeoutError):
                 while len(ends) < 2:
                     _, body = await asyncio.wait_for(raw.recv_multipart(), 1)
