@@ -4,6 +4,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
+from copyengine.checkpoint.schemes import Kind, Scheme, beside
 from copyengine.checkpoint.tensors import Shape, dense_tensors
 from copyengine.model_spec import ModelSpec, MoeSpec
 from kernels.formats import layout
@@ -13,7 +14,8 @@ class ExpertTensor(Struct, frozen=True):
     """What the tensors of one name are to the experts: part `part` of `parts` equal ones of a record's field.
 
     In `source`, {i} is the layer and {e} the expert. Without {e} it is one tensor of all experts of a layer, with a
-    leading dimension E.
+    leading dimension E. Where experts are quantised, a Scheme derives the names of a linear's tensors from its `source`
+    and their fields from `field`.
     """
 
     source: str
@@ -48,17 +50,26 @@ class ExpertName(Struct, frozen=True):
     parts: int
     source: str
     shape: Shape
+    kind: Kind = "weight"
 
 
-def dialect_of(spec: ModelSpec, dialects: Sequence[Dialect], sources: Container[str]) -> Dialect:
+def dialect_of(
+    spec: ModelSpec, dialects: Sequence[Dialect], sources: Container[str], scheme: Scheme | None = None
+) -> Dialect:
     """The first dialect that spells the embedding and the first expert like the tensors `sources`; the first of all if
-    none does, for the message's sake."""
+    none does, for the message's sake. Of quantised experts, only dialects count that name each linear."""
 
     def fits(dialect: Dialect) -> bool:
-        expert = next(expert_names(spec, dialect), None)
+        expert = next(expert_names(spec, dialect, scheme), None)
         return dialect.dense["embed"] in sources and (expert is None or expert.source in sources)
 
-    return next(filter(fits, dialects), dialects[0])
+    known = [dialect for dialect in dialects if scheme is None or names_linears(dialect)]
+    return next(filter(fits, known), (known or dialects)[0])
+
+
+def names_linears(dialect: Dialect) -> bool:
+    """Every expert's linears have a `...weight` of their own, so that a Scheme can derive names from it."""
+    return all("{e}" in row.source and beside(row.source, "x") for row in dialect.experts)
 
 
 def dense_names(spec: ModelSpec, dialect: Dialect) -> Iterator[DenseName]:
@@ -67,17 +78,26 @@ def dense_names(spec: ModelSpec, dialect: Dialect) -> Iterator[DenseName]:
         yield DenseName(name.format(i=layer), dialect.dense[name].format(i=layer), shape)
 
 
-def expert_names(spec: ModelSpec, dialect: Dialect) -> Iterator[ExpertName]:
-    """Every expert tensor of `spec`, bank by bank."""
+def expert_names(spec: ModelSpec, dialect: Dialect, scheme: Scheme | None = None) -> Iterator[ExpertName]:
+    """Every expert tensor of `spec`, bank by bank; those of experts quantised by `scheme`, of a dialect that names
+    their linears, linear by linear."""
     for bank, i in enumerate(spec.moe_layers):
         moe = spec.layers[i].ffn
         assert isinstance(moe, MoeSpec)
-        record = layout(spec.checkpoint_dtype, spec.hidden, moe.intermediate)
+        record = layout(scheme.format if scheme else spec.checkpoint_dtype, spec.hidden, moe.intermediate)
         for row, expert in _expert_rows(dialect.experts, moe.experts):
-            shape = _part_shape(record.field(row.field).shape, row.parts)
-            shape = shape if expert is not None else (moe.experts, *shape)
             source = row.source.format(i=i, e=expert)
-            yield ExpertName(bank, expert, row.field, row.part, row.parts, source, shape)
+            for name, field, kind in _tensors(source, row.field, scheme):
+                shape = _part_shape(record.field(field).shape, row.parts)
+                shape = shape if expert is not None else (moe.experts, *shape)
+                yield ExpertName(bank, expert, field, row.part, row.parts, name, shape, kind)
+
+
+def _tensors(source: str, field: str, scheme: Scheme | None) -> list[tuple[str, str, Kind]]:
+    """(name in the files, field, kind) of each tensor of the linear that is called `source` if it is not quantised."""
+    if scheme is None:
+        return [(source, field, "weight")]
+    return [(beside(source, tensor.suffix), field + tensor.field, tensor.kind) for tensor in scheme.tensors]
 
 
 def _expert_rows(rows: Sequence[ExpertTensor], experts: int) -> Iterator[tuple[ExpertTensor, int | None]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from copyengine.checkpoint.model import DTYPES, Model
 from copyengine.checkpoint.parallel import run_all
+from copyengine.checkpoint.schemes import Kind
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
 
@@ -24,6 +25,12 @@ NUMPY_DTYPE: dict[str, np.dtype[np.generic]] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+
+FIELD_DTYPES = {**DTYPES, "U8": "uint8", "F8_E4M3": "float8_e4m3"}
+"""safetensors' spelling -> ours, of the element types that the tensors of experts may have."""
+
+E4M3_NAN = 0x7F
+"""With either sign."""
 
 READER_THREADS = 4
 BATCH_NBYTES = 32 << 20
@@ -43,6 +50,7 @@ class _Piece(Struct, frozen=True):
     start: int  # byte in the record
     stop: int
     source: str
+    kind: Kind
 
 
 def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
@@ -62,7 +70,8 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
 def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
     """Fill `banks[l]` ([E, record_nbytes] uint8) with the experts as `layout` places them; returns the bytes read.
 
-    Straight from the file where its element type is the field's. ConfigError as for `read_dense`.
+    Straight from the file where its element type is the field's. ConfigError as for `read_dense`, and for a scale or a
+    global that makes no number of a code.
     """
     batches = _batches(_pieces(model, layout))
     work = [partial(_read_batch, batch, banks, on_bytes) for batch in batches]
@@ -82,7 +91,8 @@ def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:
         for i, expert in enumerate(experts):
             place = (entry.bank, expert, start, stop)
             offset = ref.offset + i * nbytes
-            pieces.append(_Piece(ref.path, offset, nbytes, DTYPES[ref.dtype], field.dtype, *place, entry.source))
+            dtypes = (FIELD_DTYPES[ref.dtype], field.dtype)
+            pieces.append(_Piece(ref.path, offset, nbytes, *dtypes, *place, entry.source, entry.kind))
     return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
 
 
@@ -111,9 +121,27 @@ def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_
                 source = np.empty(piece.nbytes // NUMPY_DTYPE[piece.dtype].itemsize, NUMPY_DTYPE[piece.dtype])
                 files.read_into(piece.path, piece.offset, _as_bytes(source))
                 record[:] = _convert(source, piece.field_dtype, piece.path, piece.source).view(np.uint8)
+            _finish(piece, record)
             on_bytes(piece.nbytes)
             total += piece.nbytes
     return total
+
+
+def _finish(piece: _Piece, record: NDArray[np.uint8]) -> None:
+    """Turn what was read into what the field holds, if that differs; ConfigError if it makes no number of a code."""
+    if piece.kind == "scales" and record.size and np.bitwise_and(record, E4M3_NAN).max() == E4M3_NAN:
+        raise ConfigError(f"{piece.path}: tensor {piece.source} holds NaN; download it again")
+    if piece.kind in ("global", "reciprocal"):
+        value = record.view(np.float32)
+        found = value[0]
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            if piece.kind == "reciprocal":
+                value[:] = np.float32(1) / value
+        if not (np.isfinite(found) and found > 0 and np.isfinite(value[0]) and value[0] > 0):
+            raise ConfigError(
+                f"{piece.path}: tensor {piece.source} is {found:g}, which scales no weights: it must be above 0 and "
+                "finite, as its reciprocal; download it again"
+            )
 
 
 class _Files:

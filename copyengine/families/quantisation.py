@@ -3,37 +3,72 @@
 from collections.abc import Mapping
 
 from copyengine.checkpoint.keys import Keys, integer, nested, show, wrong
+from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, Scheme
 from copyengine.wire.errors import ConfigError
 from kernels.formats import NVFP4_BLOCK
 
-METHODS = ("modelopt", "modelopt_fp4")
+MODELOPT_METHODS = ("modelopt", "modelopt_fp4")
 """How ModelOpt's own exports and what other engines make of them name the method."""
+
+PACKED_FORMAT = "nvfp4-pack-quantized"
+PACKED_WEIGHTS: Keys = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_BLOCK}
+"""What compressed-tensors states of NVFP4 weights, apart from what may be left out."""
 
 
 def expert_format(config: Keys) -> str:
-    """A name of kernels.formats, or "" for experts that are not quantised. What else is quantised is not asked here.
+    """A name of kernels.formats, or "" for experts that are not quantised. ConfigError as for `expert_scheme`."""
+    scheme = expert_scheme(config)
+    return scheme.format if scheme else ""
+
+
+def expert_scheme(config: Keys) -> Scheme | None:
+    """How the files spell quantised experts; None if they are not quantised. What else is quantised is not asked here.
 
     Known is ModelOpt's NVFP4, with its keys in quantization_config itself or in `quantization` inside it, and its
-    MIXED_PRECISION where all experts among the `quantized_layers` are NVFP4. ConfigError names any other quantisation.
+    MIXED_PRECISION where all experts among the `quantized_layers` are NVFP4; and compressed-tensors' NVFP4, with
+    activations quantised or not. ConfigError names any other quantisation.
     """
     stated = config.get("quantization_config")
     if stated is None:
-        return ""
+        return None
     if not isinstance(stated, Mapping):
         raise _unsupported(f"is {show(stated)}, no object,")
     method = stated.get("quant_method")
+    if method == "compressed-tensors":
+        _check_packed(stated)
+        return COMPRESSED_TENSORS
+    if method not in MODELOPT_METHODS:
+        raise _unsupported(f"(quant_method {show(method)})")
+    _check_modelopt(stated)
+    return MODELOPT
+
+
+def _check_modelopt(stated: Keys) -> None:
     keys = stated if stated.get("quant_algo") is not None else nested(stated, "quantization")
     algorithm = keys.get("quant_algo")
-    if method not in METHODS:
-        raise _unsupported(f"(quant_method {show(method)})")
     if algorithm == "MIXED_PRECISION":
         algorithm = _algorithm_of_experts(nested(keys, "quantized_layers"))
     if algorithm != "NVFP4":
-        raise _unsupported(f"(quant_method {show(method)}, quant_algo {show(algorithm)})")
+        raise _unsupported(f"(quant_method {show(stated.get('quant_method'))}, quant_algo {show(algorithm)})")
     block = integer(keys, "group_size", default=NVFP4_BLOCK)
     if block != NVFP4_BLOCK:
         raise wrong("group_size", block, f"must be {NVFP4_BLOCK} for NVFP4")
-    return "nvfp4"
+
+
+def _check_packed(stated: Keys) -> None:
+    """Every group of layers has its weights in NVFP4."""
+    groups = nested(stated, "config_groups")
+    if not groups:
+        raise _unsupported("(quant_method 'compressed-tensors', no config_groups)")
+    for name in groups:
+        group = nested(groups, name)
+        packing = group.get("format") or stated.get("format")
+        if packing != PACKED_FORMAT:
+            raise _unsupported(f"(quant_method 'compressed-tensors', {name} with format {show(packing)})")
+        weights = nested(group, "weights")
+        for key, value in PACKED_WEIGHTS.items():
+            if weights.get(key) != value:
+                raise _unsupported(f"({PACKED_FORMAT}, {name} with {key} {show(weights.get(key))}, not {value!r},)")
 
 
 def _algorithm_of_experts(layers: Keys) -> object:
@@ -52,5 +87,5 @@ def _algorithm_of_experts(layers: Keys) -> object:
 def _unsupported(what: str) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config {what} is not supported; use a bfloat16, float16 or float32 checkpoint, "
-        "or ModelOpt's NVFP4"
+        f"{MODELOPT.name} or {COMPRESSED_TENSORS.name}"
     )
