@@ -59,10 +59,10 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
     ConfigError if a file is cut short, or holds a value that `dtype` cannot.
     """
     entries = sorted(model.dense.items(), key=lambda item: (item[1].path, item[1].offset))
-    with _Files() as files:
+    with Files() as files:
         for name, ref in entries:
             source = np.empty(ref.shape, NUMPY_DTYPE[DTYPES[ref.dtype]])
-            files.read_into(ref.path, ref.offset, _as_bytes(source))
+            files.read_into(ref.path, ref.offset, as_bytes(source))
             on_bytes(ref.nbytes)
             yield name, _convert(source, dtype, ref.path, name)
 
@@ -112,14 +112,14 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
 
 def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
     total = 0
-    with _Files() as files:
+    with Files() as files:
         for piece in batch:
             record = banks[piece.bank][piece.expert, piece.start : piece.stop]
             if piece.dtype == piece.field_dtype:
                 files.read_into(piece.path, piece.offset, record.data)
             else:
                 source = np.empty(piece.nbytes // NUMPY_DTYPE[piece.dtype].itemsize, NUMPY_DTYPE[piece.dtype])
-                files.read_into(piece.path, piece.offset, _as_bytes(source))
+                files.read_into(piece.path, piece.offset, as_bytes(source))
                 record[:] = _convert(source, piece.field_dtype, piece.path, piece.source).view(np.uint8)
             _finish(piece, record)
             on_bytes(piece.nbytes)
@@ -144,14 +144,14 @@ def _finish(piece: _Piece, record: NDArray[np.uint8]) -> None:
             )
 
 
-class _Files:
+class Files:
     """The file that is being read, kept open until another one is asked for."""
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
         self._path: Path | None = None
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,7 +175,8 @@ class _Files:
             raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _as_bytes(array: NDArray[np.generic]) -> memoryview:
+def as_bytes(array: NDArray[np.generic]) -> memoryview:
+    """The bytes of a contiguous `array`."""
     return array.reshape(-1).view(np.uint8).data
 
 

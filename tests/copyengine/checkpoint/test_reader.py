@@ -175,15 +175,15 @@ def test_fields_of_any_type_and_rank(tmp_path: Path, fused: bool) -> None:
 def test_every_byte_is_read_once_and_in_order(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the files' own sizes: all reads together cover the tensors' bytes of every shard exactly."""
     reads: list[tuple[Path, int, int]] = []
-    original = reader._Files.read_into
+    original = reader.Files.read_into
     lock = threading.Lock()
 
-    def spy(self: reader._Files, path: Path, offset: int, target: memoryview) -> None:
+    def spy(self: reader.Files, path: Path, offset: int, target: memoryview) -> None:
         with lock:
             reads.append((path, offset, len(target)))
         original(self, path, offset, target)
 
-    monkeypatch.setattr(reader._Files, "read_into", spy)
+    monkeypatch.setattr(reader.Files, "read_into", spy)
     model = open_model(saved / "moe60_sharded")
     list(read_dense(model, "bfloat16", lambda _: None))
     assert reads == sorted(reads)

@@ -1,0 +1,80 @@
+"""Makes one shard of a checkpoint whose experts are quantised from another one's."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from copyengine.checkpoint.model import DTYPES
+from copyengine.checkpoint.nvfp4 import global_of, quantise, reciprocal, squared_error
+from copyengine.checkpoint.parallel import run_all
+from copyengine.checkpoint.quantise_plan import Copied, Linear, Shard
+from copyengine.checkpoint.reader import NUMPY_DTYPE, Files, OnBytes, as_bytes
+from copyengine.checkpoint.schemes import Kind, Scheme
+from copyengine.checkpoint.shard_file import ShardFile
+from copyengine.wire.errors import ConfigError
+
+COPY_NBYTES = 32 << 20
+"""Of a tensor that stays as it is, read at a time."""
+
+JOBS_PER_THREAD = 8
+"""In one go: how much an interruption waits for."""
+
+Errors = dict[int, tuple[float, float]]
+"""By layer, sums over its experts: of the squared error, and of the squared weights."""
+
+
+def make_shard(target: Path, shard: Shard, scheme: Scheme, on_bytes: OnBytes) -> Errors:
+    """Make the file of `shard` in `target`, which is there only once it is complete; the errors of its experts.
+
+    `on_bytes` hears of the bytes read, from several threads. ConfigError for a weight that is not finite and for a
+    source that cannot be read, OSError if the file cannot be written.
+    """
+    threads = os.cpu_count() or 1
+    errors: Errors = {}
+    with ShardFile(target / shard.name, shard.outputs) as file:
+        for first in range(0, len(shard.jobs), threads * JOBS_PER_THREAD):
+            jobs = shard.jobs[first : first + threads * JOBS_PER_THREAD]
+            work = [
+                partial(_copy, job, file, on_bytes)
+                if isinstance(job, Copied)
+                else partial(_quantise, job, scheme, file, on_bytes)
+                for job in jobs
+            ]
+            for job, (error, squares) in zip(jobs, run_all(work, threads, "quantiser"), strict=True):
+                if isinstance(job, Linear):
+                    before = errors.get(job.layer, (0.0, 0.0))
+                    errors[job.layer] = (before[0] + error, before[1] + squares)
+    return errors
+
+
+def _copy(job: Copied, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float]:
+    with Files() as files:
+        for start in range(0, job.ref.nbytes, COPY_NBYTES):
+            piece = np.empty(min(COPY_NBYTES, job.ref.nbytes - start), np.uint8)
+            files.read_into(job.ref.path, job.ref.offset + start, piece.data)
+            file.write(job.output.name, piece.data, start)
+            on_bytes(piece.nbytes)
+    return 0.0, 0.0
+
+
+def _quantise(job: Linear, scheme: Scheme, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float]:
+    """Its error and its squares, as nvfp4.squared_error. ConfigError for a weight that is not finite."""
+    weight = np.empty(job.ref.shape, NUMPY_DTYPE[DTYPES[job.ref.dtype]])
+    with Files() as files:
+        files.read_into(job.ref.path, job.ref.offset, as_bytes(weight))
+    factor = global_of(weight)
+    if not np.isfinite(factor):
+        raise ConfigError(f"{job.ref.path}: tensor {job.source} holds values that are not finite; download it again")
+    stored = factor
+    if any(tensor.kind == "reciprocal" for tensor in scheme.tensors):
+        stored = reciprocal(factor)
+        factor = np.float32(1) / stored  # what is read from the file
+    matrix = quantise(weight, factor)
+    values: dict[Kind, NDArray[np.generic]] = {"codes": matrix.codes, "scales": matrix.scales}
+    for tensor, output in zip(scheme.tensors, job.outputs, strict=True):
+        file.write(output.name, values.get(tensor.kind, np.array(stored)).tobytes())
+    on_bytes(job.ref.nbytes)
+    return squared_error(weight, matrix)

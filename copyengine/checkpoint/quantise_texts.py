@@ -1,0 +1,54 @@
+"""The files beside the weights of a checkpoint whose experts were quantised from another one's."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from copyengine.checkpoint.directory import INDEX, read_config
+from copyengine.checkpoint.header import TensorRef
+from copyengine.checkpoint.quantise_plan import Linear, Shard
+from copyengine.checkpoint.schemes import MODELOPT, WEIGHT, Scheme
+from copyengine.families.quantisation import PACKED_FORMAT, PACKED_WEIGHTS
+from kernels.formats import NVFP4_BLOCK
+
+COPIED = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
+    "*.tiktoken", "generation_config.json", "LICENSE*",
+)  # fmt: skip
+"""What is copied as it is."""
+
+
+def write_texts(
+    target: Path, source: Path, scheme: Scheme, refs: Mapping[str, TensorRef], shards: Sequence[Shard]
+) -> None:
+    """Write index and config.json into `target`, which holds `shards` made of `source`, whose tensors are `refs`; copy
+    what belongs to the tokenizer. config.json comes last: a directory that has one is complete."""
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+    total = sum(output.nbytes for shard in shards for output in shard.outputs)
+    weight_map = {output.name: shard.name for shard in shards for output in shard.outputs}
+    _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    experts = {job.source for shard in shards for job in shard.jobs if isinstance(job, Linear)}
+    left_out = [name for name, ref in refs.items() if name not in experts and len(ref.shape) == 2]
+    ignored = sorted(name.removesuffix(f".{WEIGHT}") for name in left_out)
+    _write_json(target / "config.json", {**read_config(source), "quantization_config": quantisation(scheme, ignored)})
+
+
+def quantisation(scheme: Scheme, ignored: Sequence[str]) -> dict[str, object]:
+    """quantization_config as the tool states it whose scheme it is; the linears `ignored` are not quantised."""
+    if scheme is MODELOPT:
+        weights: dict[str, object] = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
+        group: dict[str, object] = {"weights": weights, "targets": ["Linear"]}
+        tool: dict[str, object] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": NVFP4_BLOCK}
+    else:
+        weights = {**PACKED_WEIGHTS, "dynamic": False, "symmetric": True}
+        group = {"weights": weights, "input_activations": None, "output_activations": None, "targets": ["Linear"]}
+        tool = {"quant_method": "compressed-tensors", "format": PACKED_FORMAT, "quantization_status": "compressed"}
+    return {**tool, "config_groups": {"group_0": group}, "ignore": list(ignored)}
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_bytes((json.dumps(value, indent=2) + "\n").encode())
