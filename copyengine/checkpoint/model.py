@@ -29,6 +29,8 @@ DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float
 RANDOM_WEIGHTS = "slotstream_random_weights"
 """Key of config.json that marks a model whose weights were drawn, not trained."""
 
+MAKE_ONE = "take one that is not quantised, or make one of it with copyengine.checkpoint.quantise"
+
 log = logging.getLogger(__name__)
 
 
@@ -106,7 +108,7 @@ class _Check:
 
     def dense(self, entry: DenseName) -> TensorRef:
         """A tensor that is kept whole."""
-        self._refuse_quantised(entry.source, "only experts may be quantised: use a checkpoint that excludes it")
+        self._refuse_quantised(entry.source, f"only experts may be: {MAKE_ONE}")
         ref = self._refs.get(entry.source)
         if ref is None:
             is_head = entry.name == "head"

@@ -1,4 +1,4 @@
-"""Makes a checkpoint with NVFP4 experts of one that is not quantised: `python -m copyengine.checkpoint.quantise`.
+"""Makes a checkpoint with quantised experts: `python -m copyengine.checkpoint.quantise SRC DST --format nvfp4`.
 
 Everything but the experts stays as it is. A shard is there once it is complete, so that what was interrupted goes on
 with the next one.
@@ -118,10 +118,12 @@ def _make_shards(target: Path, shards: Sequence[Shard], scheme: Scheme, progress
     if needed > free:
         raise OSError(f"{needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free")
     bar = _Bar(sum(shard.read_nbytes for shard in missing), show)
-    for shard in missing:
-        progress.errors[shard.name] = make_shard(target, shard, scheme, bar.add)
-        _write(target / PROGRESS_FILE, msgspec.json.encode(progress))
-    bar.end()
+    try:
+        for shard in missing:
+            progress.errors[shard.name] = make_shard(target, shard, scheme, bar.add)
+            _write(target / PROGRESS_FILE, msgspec.json.encode(progress))
+    finally:
+        bar.end()
 
 
 def _is_complete(target: Path, shard: Shard, progress: Progress) -> bool:
@@ -165,7 +167,7 @@ class _Bar:
                 self._draw(now - self._start)
 
     def end(self) -> None:
-        """All is done."""
+        """It is done, or has failed."""
         if self._show:
             sys.stderr.write(ERASE_LINE)
 

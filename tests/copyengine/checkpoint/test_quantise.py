@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from copyengine.checkpoint import quantise as tool
@@ -231,6 +232,16 @@ def test_targets_that_are_something_else(tmp_path: Path) -> None:
     refused(made.source, other, "other files")
     (other / "quantise.json").write_text("{")
     refused(made.source, other, "quantise.json", "damaged")
+
+
+def test_two_do_not_make_it_at_once(tmp_path: Path) -> None:
+    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    target.mkdir()
+    with FileLock(target / tool.LOCK_FILE):
+        refused(made.source, target, str(target), "another process")
+    quantise_checkpoint(made.source, target)
+    assert_same_tensors(tensors_of(target), made.tensors)
+    assert not (target / tool.LOCK_FILE).exists()
 
 
 def test_sources_that_cannot_be_quantised(tmp_path: Path) -> None:

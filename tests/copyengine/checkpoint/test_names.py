@@ -1,0 +1,66 @@
+"""Names of quantised experts: against lists written out by hand."""
+
+import pytest
+
+from copyengine.checkpoint.names import Dialect, ExpertTensor, dialect_of, expert_names, names_linears
+from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, SCHEMES, Scheme, beside
+from copyengine.families.qwen3 import FUSED, HUB
+from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
+
+ATTENTION = GqaSpec(2, 1, 8, False, False, RopeSpec(1e4))
+SPEC = ModelSpec("any", 9, 64, 1e-6, 64, False, "bfloat16", (LayerSpec(ATTENTION, MoeSpec(3, 1, 32, True)),), "nvfp4")
+OTHER = Dialect(
+    {"embed": "e"},
+    (
+        ExpertTensor("layer{i}.moe.{e}.w1.weight", "gate_up", part=0, parts=2),
+        ExpertTensor("layer{i}.moe.{e}.w2.weight", "down"),
+    ),
+)
+"""Linears of another family's names and order."""
+
+Row = tuple[str, str, int, int, tuple[int, ...], str]
+EXPECTED: dict[str, list[Row]] = {
+    MODELOPT.name: [
+        ("layer0.moe.2.w1.weight", "gate_up", 0, 2, (32, 32), "codes"),
+        ("layer0.moe.2.w1.weight_scale", "gate_up_scale", 0, 2, (32, 4), "scales"),
+        ("layer0.moe.2.w1.weight_scale_2", "gate_up_global", 0, 2, (1,), "global"),
+        ("layer0.moe.2.w2.weight", "down", 0, 1, (64, 16), "codes"),
+        ("layer0.moe.2.w2.weight_scale", "down_scale", 0, 1, (64, 2), "scales"),
+        ("layer0.moe.2.w2.weight_scale_2", "down_global", 0, 1, (1,), "global"),
+    ],
+    COMPRESSED_TENSORS.name: [
+        ("layer0.moe.2.w1.weight_packed", "gate_up", 0, 2, (32, 32), "codes"),
+        ("layer0.moe.2.w1.weight_scale", "gate_up_scale", 0, 2, (32, 4), "scales"),
+        ("layer0.moe.2.w1.weight_global_scale", "gate_up_global", 0, 2, (1,), "reciprocal"),
+        ("layer0.moe.2.w2.weight_packed", "down", 0, 1, (64, 16), "codes"),
+        ("layer0.moe.2.w2.weight_scale", "down_scale", 0, 1, (64, 2), "scales"),
+        ("layer0.moe.2.w2.weight_global_scale", "down_global", 0, 1, (1,), "reciprocal"),
+    ],
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: str(scheme.name))
+def test_tensors_of_a_linear_follow_from_its_name(scheme: Scheme) -> None:
+    entries = list(expert_names(SPEC, OTHER, scheme))
+    found = [(e.source, e.field, e.part, e.parts, e.shape, e.kind) for e in entries if e.expert == 2]
+    assert found == EXPECTED[scheme.name]
+    assert len(entries) == 3 * len(found) and {entry.bank for entry in entries} == {0}
+
+
+def test_only_dialects_that_name_linears_are_of_quantised_files() -> None:
+    """Of the three, the one that spells the tensors that are there; the first that may be, if none does."""
+    assert [names_linears(dialect) for dialect in (FUSED, HUB, OTHER)] == [False, True, True]
+    dialects = (FUSED, OTHER, HUB)
+    for dialect in (OTHER, HUB):
+        sources = {dialect.dense["embed"], *(entry.source for entry in expert_names(SPEC, dialect, MODELOPT))}
+        assert dialect_of(SPEC, dialects, sources, MODELOPT) is dialect
+    assert dialect_of(SPEC, dialects, set(), MODELOPT) is OTHER
+    assert dialect_of(SPEC, (FUSED,), set(), MODELOPT) is FUSED
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("a.b.weight", "a.b.x"), ("a.weight", "a.x"), ("weight", "x"), ("a.bias", ""), ("a.weights", ""), ("", "")],
+)
+def test_what_is_beside_a_weight(source: str, expected: str) -> None:
+    assert beside(source, "x") == expected
