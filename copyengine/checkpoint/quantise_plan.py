@@ -23,6 +23,11 @@ class Copied(Struct, frozen=True):
     output: Output
 
     @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """What is read for it."""
+        return (self.ref,)
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """What it becomes."""
         return (self.output,)
@@ -33,11 +38,31 @@ class Linear(Struct, frozen=True):
 
     ref: TensorRef
     source: str  # the tensor's name
-    layer: int
     outputs: tuple[Output, ...]  # one for each tensor of the scheme
 
 
-Job = Copied | Linear
+class Quantised(Struct, frozen=True):
+    """The linears of one expert that share a global: gate and up, or down alone.
+
+    Our records have a global for each of gate and up. Engines that multiply by both at once have one for the two, and
+    some take gate's for up's.
+    """
+
+    layer: int
+    linears: tuple[Linear, ...]
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """What is read for them."""
+        return tuple(linear.ref for linear in self.linears)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What they become."""
+        return tuple(output for linear in self.linears for output in linear.outputs)
+
+
+Job = Copied | Quantised
 
 
 class Shard(Struct, frozen=True):
@@ -54,21 +79,21 @@ class Shard(Struct, frozen=True):
     @property
     def read_nbytes(self) -> int:
         """Bytes that are read for it."""
-        return sum(job.ref.nbytes for job in self.jobs)
+        return sum(ref.nbytes for job in self.jobs for ref in job.refs)
 
 
 def plan(model: Model, refs: Mapping[str, TensorRef], scheme: Scheme, shard_nbytes: int) -> list[Shard]:
-    """Shards of at most `shard_nbytes` of tensors, or of one tensor or linear if that is larger, in the order in which
+    """Shards of at most `shard_nbytes` of tensors, or of one job if that is larger, in the order in which
     the files of `model`, whose tensors are all in `refs`, hold what they are made of.
 
     ConfigError for sizes that the format cannot have, and for a family whose experts' linears have no names.
     """
     experts = {entry.source for entry, _ in model.experts}
-    jobs: list[Job] = [*_linears(model, scheme)]
+    jobs: list[Job] = [*_quantised(model, scheme)]
     jobs += [
         Copied(ref, Output(name, ref.dtype, ref.shape, ref.nbytes)) for name, ref in refs.items() if name not in experts
     ]
-    jobs.sort(key=lambda job: (job.ref.path, job.ref.offset))
+    jobs.sort(key=lambda job: (job.refs[0].path, job.refs[0].offset))
     runs = list(_runs(jobs, shard_nbytes))
     return [Shard(f"model-{i:05d}-of-{len(runs):05d}.safetensors", tuple(run)) for i, run in enumerate(runs, 1)]
 
@@ -87,18 +112,21 @@ def _runs(jobs: Sequence[Job], shard_nbytes: int) -> Iterator[list[Job]]:
         yield run
 
 
-def _linears(model: Model, scheme: Scheme) -> Iterator[Linear]:
+def _quantised(model: Model, scheme: Scheme) -> Iterator[Quantised]:
     spec = msgspec.structs.replace(model.spec, expert_format=scheme.format)
     record_layout(spec, "bfloat16")  # refuses sizes that the format cannot have
     sources = {
         (entry.bank, entry.expert, entry.field, entry.part, entry.parts): (entry, ref) for entry, ref in model.experts
     }
     entries = expert_names(spec, _dialect(spec.architecture), scheme)
+    fields: dict[tuple[int, int, str], list[Linear]] = {}
     for codes in entries:
         outputs = [_output(codes)] + [_output(next(entries)) for _ in scheme.tensors[1:]]
         assert codes.expert is not None
-        name, ref = _weight(codes, sources)
-        yield Linear(ref, name, spec.moe_layers[codes.bank], tuple(outputs))
+        linear = Linear(*_weight(codes, sources), tuple(outputs))
+        fields.setdefault((codes.bank, codes.expert, codes.field), []).append(linear)
+    for (bank, _, _), linears in fields.items():
+        yield Quantised(spec.moe_layers[bank], tuple(linears))
 
 
 def _dialect(architecture: str) -> Dialect:
@@ -117,8 +145,8 @@ def _output(entry: ExpertName) -> Output:
 
 def _weight(
     codes: ExpertName, sources: Mapping[tuple[int, int | None, str, int, int], tuple[ExpertName, TensorRef]]
-) -> tuple[str, TensorRef]:
-    """The name of the tensor that holds the weight which becomes `codes`, and where the weight lies in the files.
+) -> tuple[TensorRef, str]:
+    """Where the weight that becomes `codes` lies in the files, and the name of the tensor that holds it.
 
     The tensor may be that of all experts, and have gate and up in one.
     """
@@ -132,5 +160,5 @@ def _weight(
             nbytes = rows * columns * ITEMSIZE[ref.dtype]
             index = (codes.expert or 0) * (codes.parts // parts) if expert is None else 0
             index += codes.part if parts != codes.parts else 0
-            return entry.source, TensorRef(ref.path, ref.offset + index * nbytes, nbytes, ref.dtype, (rows, columns))
+            return TensorRef(ref.path, ref.offset + index * nbytes, nbytes, ref.dtype, (rows, columns)), entry.source
     raise AssertionError(f"{codes.source} is made of nothing")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from copyengine.checkpoint.model import DTYPES
 from copyengine.checkpoint.nvfp4 import global_of, quantise, reciprocal, squared_error
 from copyengine.checkpoint.parallel import run_all
-from copyengine.checkpoint.quantise_plan import Copied, Linear, Shard
+from copyengine.checkpoint.quantise_plan import Copied, Linear, Quantised, Shard
 from copyengine.checkpoint.reader import NUMPY_DTYPE, Files, OnBytes, as_bytes
 from copyengine.checkpoint.schemes import Kind, Scheme
 from copyengine.checkpoint.shard_file import ShardFile
@@ -44,7 +44,7 @@ def make_shard(target: Path, shard: Shard, scheme: Scheme, on_bytes: OnBytes) ->
                 for job in jobs
             ]
             for job, (error, squares) in zip(jobs, run_all(work, threads, "quantiser"), strict=True):
-                if isinstance(job, Linear):
+                if isinstance(job, Quantised):
                     before = errors.get(job.layer, (0.0, 0.0))
                     errors[job.layer] = (before[0] + error, before[1] + squares)
     return errors
@@ -60,21 +60,31 @@ def _copy(job: Copied, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float
     return 0.0, 0.0
 
 
-def _quantise(job: Linear, scheme: Scheme, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float]:
-    """Its error and its squares, as nvfp4.squared_error. ConfigError for a weight that is not finite."""
-    weight = np.empty(job.ref.shape, NUMPY_DTYPE[DTYPES[job.ref.dtype]])
-    with Files() as files:
-        files.read_into(job.ref.path, job.ref.offset, as_bytes(weight))
-    factor = global_of(weight)
-    if not np.isfinite(factor):
-        raise ConfigError(f"{job.ref.path}: tensor {job.source} holds values that are not finite; download it again")
+def _quantise(job: Quantised, scheme: Scheme, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float]:
+    """The sum of what nvfp4.squared_error says of its linears. ConfigError for a weight that is not finite."""
+    weights = [_weight(linear) for linear in job.linears]
+    factor = max(global_of(weight) for weight in weights)
     stored = factor
     if any(tensor.kind == "reciprocal" for tensor in scheme.tensors):
         stored = reciprocal(factor)
         factor = np.float32(1) / stored  # what is read from the file
-    matrix = quantise(weight, factor)
-    values: dict[Kind, NDArray[np.generic]] = {"codes": matrix.codes, "scales": matrix.scales}
-    for tensor, output in zip(scheme.tensors, job.outputs, strict=True):
-        file.write(output.name, values.get(tensor.kind, np.array(stored)).tobytes())
-    on_bytes(job.ref.nbytes)
-    return squared_error(weight, matrix)
+    error = squares = 0.0
+    for linear, weight in zip(job.linears, weights, strict=True):
+        matrix = quantise(weight, factor)
+        values: dict[Kind, NDArray[np.generic]] = {"codes": matrix.codes, "scales": matrix.scales}
+        for tensor, output in zip(scheme.tensors, linear.outputs, strict=True):
+            file.write(output.name, values.get(tensor.kind, np.array(stored)).tobytes())
+        on_bytes(linear.ref.nbytes)
+        more = squared_error(weight, matrix)
+        error, squares = error + more[0], squares + more[1]
+    return error, squares
+
+
+def _weight(linear: Linear) -> NDArray[np.generic]:
+    """[N, K]. ConfigError if an element is not finite."""
+    weight = np.empty(linear.ref.shape, NUMPY_DTYPE[DTYPES[linear.ref.dtype]])
+    with Files() as files:
+        files.read_into(linear.ref.path, linear.ref.offset, as_bytes(weight))
+    if not np.isfinite(global_of(weight)):
+        raise ConfigError(f"{linear.ref.path}: tensor {linear.source} holds values that are not finite")
+    return weight

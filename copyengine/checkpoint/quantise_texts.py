@@ -7,7 +7,7 @@ from pathlib import Path
 
 from copyengine.checkpoint.directory import INDEX, read_config
 from copyengine.checkpoint.header import TensorRef
-from copyengine.checkpoint.quantise_plan import Linear, Shard
+from copyengine.checkpoint.quantise_plan import Quantised, Shard
 from copyengine.checkpoint.schemes import MODELOPT, WEIGHT, Scheme
 from copyengine.families.quantisation import PACKED_FORMAT, PACKED_WEIGHTS
 from kernels.formats import NVFP4_BLOCK
@@ -31,7 +31,8 @@ def write_texts(
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     weight_map = {output.name: shard.name for shard in shards for output in shard.outputs}
     _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    experts = {job.source for shard in shards for job in shard.jobs if isinstance(job, Linear)}
+    quantised = [job for shard in shards for job in shard.jobs if isinstance(job, Quantised)]
+    experts = {linear.source for job in quantised for linear in job.linears}
     left_out = [name for name, ref in refs.items() if name not in experts and len(ref.shape) == 2]
     ignored = sorted(name.removesuffix(f".{WEIGHT}") for name in left_out)
     _write_json(target / "config.json", {**read_config(source), "quantization_config": quantisation(scheme, ignored)})

@@ -37,19 +37,26 @@ QUANTISATION: dict[DialectName, dict[str, Any]] = {
 Tensors = dict[str, torch.Tensor]
 
 
-def quantised_tensors(dialect: DialectName, source: Path) -> tuple[Tensors, dict[str, Nvfp4]]:
-    """All tensors of the unquantised checkpoint in `source` with its experts' linears quantised, and these by name."""
+def quantised_tensors(dialect: DialectName, source: Path, shared: bool) -> tuple[Tensors, dict[str, Nvfp4]]:
+    """All tensors of the unquantised checkpoint in `source` with its experts' linears quantised, and these by name.
+
+    Gate and up are under one global if `shared`, else each is under its own.
+    """
     tensors: Tensors = {}
     linears: dict[str, Nvfp4] = {}
     for path in sorted(source.glob("*.safetensors")):
         tensors |= load_file(path)
-    for name in [name for name in tensors if ".experts." in name]:
-        weight, stem = tensors.pop(name), name.removesuffix(".weight")
+    weights = {name: tensors.pop(name) for name in list(tensors) if ".experts." in name}
+    for name, weight in weights.items():
+        stem = name.removesuffix(".weight")
         matrix = quant(weight)
+        if shared and "down_proj" not in name:
+            pair = (stem.rpartition(".")[0] + f".{part}_proj.weight" for part in ("gate", "up"))
+            matrix = quant(weight, max(float(quant(weights[both]).scale) for both in pair))
         if dialect == "modelopt":
             fields = {"weight": matrix.codes, "weight_scale": matrix.scales, "weight_scale_2": matrix.scale}
         else:
-            factor = 1 / matrix.scale
+            factor = 1 / matrix.scale  # what is read back is one over it, which may be another number
             matrix = quant(weight, float(1 / factor))
             fields = {"weight_packed": matrix.codes, "weight_scale": matrix.scales}
             fields["weight_global_scale"] = factor.reshape(1)
@@ -73,13 +80,13 @@ def write_checkpoint(directory: Path, config: dict[str, Any], *shards: Tensors) 
 class Made:
     """A random checkpoint in `root` and its quantised tensors, to write as they are or changed."""
 
-    def __init__(self, root: Path, dialect: DialectName, dtype: str = "bfloat16", sizes: Sizes = SIZES) -> None:
+    def __init__(self, root: Path, dialect: DialectName, dtype: str = "bfloat16", shared: bool = False) -> None:
         self.root = root
         self.dialect = dialect
         self.source = root / "source"
         self.source.mkdir()
-        write_random_model(self.source, sizes, dtype=dtype)
-        self.tensors, self.linears = quantised_tensors(dialect, self.source)
+        write_random_model(self.source, SIZES, dtype=dtype)
+        self.tensors, self.linears = quantised_tensors(dialect, self.source, shared)
         self.config = json.loads((self.source / "config.json").read_text())
         self.config["quantization_config"] = QUANTISATION[dialect]
 

@@ -57,8 +57,9 @@ def refused(source: Path, target: Path, *words: str, **more: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_all_tensors_and_the_records_read_from_them(tmp_path: Path, dialect: DialectName, dtype: str) -> None:
-    """Each tensor as kernels.quant makes it; each record's float64 matrices as kernels.quant's."""
-    made, target = Made(tmp_path, dialect, dtype), tmp_path / "new" / "target"
+    """Each tensor as kernels.quant makes it, gate and up under the larger one's global; each record's float64 matrices
+    as kernels.quant's."""
+    made, target = Made(tmp_path, dialect, dtype, shared=True), tmp_path / "new" / "target"
     errors = quantise_checkpoint(made.source, target, dialect, SMALL)
     assert_same_tensors(tensors_of(target), made.tensors)
     assert_same_linears(target, made.linears)
@@ -73,7 +74,7 @@ def test_all_tensors_and_the_records_read_from_them(tmp_path: Path, dialect: Dia
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_config_is_the_source_s_and_names_what_is_not_quantised(tmp_path: Path, dialect: DialectName) -> None:
-    made, target = Made(tmp_path, dialect), tmp_path / "target"
+    made, target = Made(tmp_path, dialect, shared=True), tmp_path / "target"
     quantise_checkpoint(made.source, target, dialect)
     config = json.loads((target / "config.json").read_text())
     stated = config.pop("quantization_config")
@@ -103,17 +104,17 @@ def test_shards_are_bounded_and_a_tokenizer_comes_along(tmp_path: Path) -> None:
     assert others == {"quantise.json"} and not (target / "notes.bin").exists()
 
 
-def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+def test_what_is_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     quantise_checkpoint(made.source, target, shard_nbytes=1)
     sizes = [len(load_file(path)) for path in target.glob("*.safetensors")]
-    assert set(sizes) == {1, 3}  # what stays as it is, and what a linear becomes
+    assert set(sizes) == {1, 3, 6}  # what stays as it is, what down becomes, and what gate and up do
     assert_same_tensors(tensors_of(target), made.tensors)
 
 
 def test_experts_of_a_layer_in_one_tensor_become_linears(tmp_path: Path) -> None:
     """Against the same experts in tensors of their own."""
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     weights = tensors_of(made.source)
     experts = [name for name in weights if ".experts." in name]
     apart = {name: weights.pop(name) for name in experts}
@@ -131,7 +132,7 @@ def test_experts_of_a_layer_in_one_tensor_become_linears(tmp_path: Path) -> None
 
 
 def test_tensors_of_no_use_to_us_are_kept(tmp_path: Path) -> None:
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     extra = {"model.layers.3.mtp.weight": torch.arange(7), "empty": torch.empty(0, 4)}
     weights = tensors_of(made.source) | extra
     for path in made.source.glob("*.safetensors*"):
@@ -160,7 +161,7 @@ class Interrupted:
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
     """Against a run that was not: the same files, byte for byte; what was complete is not made again."""
-    made, target, whole = Made(tmp_path, "modelopt"), tmp_path / "target", tmp_path / "whole"
+    made, target, whole = Made(tmp_path, "modelopt", shared=True), tmp_path / "target", tmp_path / "whole"
     errors = quantise_checkpoint(made.source, whole, shard_nbytes=SMALL)
     with monkeypatch.context() as patch:
         Interrupted(patch, done, KeyboardInterrupt())
@@ -176,7 +177,7 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_shard_that_was_lost_or_cut_is_made_again(tmp_path: Path) -> None:
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     quantise_checkpoint(made.source, target, shard_nbytes=SMALL)
     before = files_of(target)
     first, second, *_ = sorted(target.glob("*.safetensors"))
@@ -188,7 +189,7 @@ def test_a_shard_that_was_lost_or_cut_is_made_again(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Complete shards stay, nothing of the others does; then it goes on."""
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     original, count = ShardFile.write, [0]
 
     def write(self: ShardFile, *data: Any) -> None:
@@ -208,14 +209,14 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000))
     refused(made.source, target, str(target), "0 MB are free")
     assert not list(target.glob("*.safetensors"))
 
 
 def test_targets_that_are_something_else(tmp_path: Path) -> None:
-    made, other = Made(tmp_path, "modelopt"), tmp_path / "other"
+    made, other = Made(tmp_path, "modelopt", shared=True), tmp_path / "other"
     before = files_of(made.source)
     refused(made.source, made.source, str(made.source), "something else", "config.json")
     assert files_of(made.source) == before
@@ -235,7 +236,7 @@ def test_targets_that_are_something_else(tmp_path: Path) -> None:
 
 
 def test_two_do_not_make_it_at_once(tmp_path: Path) -> None:
-    made, target = Made(tmp_path, "modelopt"), tmp_path / "target"
+    made, target = Made(tmp_path, "modelopt", shared=True), tmp_path / "target"
     target.mkdir()
     with FileLock(target / tool.LOCK_FILE):
         refused(made.source, target, str(target), "another process")
@@ -257,7 +258,7 @@ def test_sources_that_cannot_be_quantised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_weight_that_is_no_number(tmp_path: Path, value: float) -> None:
-    made, name = Made(tmp_path, "modelopt"), "model.layers.2.mlp.experts.3.up_proj.weight"
+    made, name = Made(tmp_path, "modelopt", shared=True), "model.layers.2.mlp.experts.3.up_proj.weight"
     for path in made.source.glob("*.safetensors"):
         tensors = load_file(path)
         if name in tensors:
