@@ -29,7 +29,8 @@ class RopeSpec(Struct, frozen=True):
 
 
 class GqaSpec(Struct, frozen=True, tag="gqa"):
-    """Grouped-query attention with per-head q/k norm and rotary."""
+    """Grouped-query attention with rotary, and before it q/k norm: of each head, or of all heads together
+    (`wide_qk_norm`)."""
 
     heads: int
     kv_heads: int
@@ -38,6 +39,8 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
     qk_norm: bool
     rope: RopeSpec
     o_bias: bool = False  # the output projection has a bias too (attention_bias of Qwen3)
+    wide_qk_norm: bool = False  # with qk_norm: over all heads of a row at once
+    clip_qkv: float | None = None  # q (after its norm), k and v are clamped to that
 
 
 class DenseSpec(Struct, frozen=True, tag="dense"):
@@ -47,12 +50,17 @@ class DenseSpec(Struct, frozen=True, tag="dense"):
 
 
 class MoeSpec(Struct, frozen=True, tag="moe"):
-    """A routed mixture: softmax over E, top-K, renormalised over the K if `norm_topk_prob`."""
+    """A routed mixture: softmax over E, top-K, renormalised over the K if `norm_topk_prob`.
+
+    Beside it every token may go through a shared expert, a gated SiLU MLP that is kept with the dense weights; what it
+    gives is scaled by the sigmoid of a gate.
+    """
 
     experts: int  # E
     experts_per_token: int  # K
     intermediate: int  # I
     norm_topk_prob: bool
+    shared_intermediate: int = 0  # of the shared expert; 0: there is none
 
 
 class LayerSpec(Struct, frozen=True):

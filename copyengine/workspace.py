@@ -66,8 +66,8 @@ def _host_row(layer: LayerSpec, hidden: int) -> int:
     """Elements per token that are alive in one layer at most."""
     attention = (2 * layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim
     match layer.ffn:
-        case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate):
-            ffn = experts + k * (2 * hidden + 3 * intermediate)
+        case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate, shared_intermediate=shared):
+            ffn = experts + k * (2 * hidden + 3 * intermediate) + 3 * shared
         case dense:
             ffn = 3 * dense.intermediate
     return 4 * hidden + max(attention, ffn)
@@ -82,8 +82,8 @@ def _gpu_row_nbytes(layer: LayerSpec, hidden: int, itemsize: int) -> int:
     a = layer.attention
     attention = itemsize * (3 * a.heads + 3 * a.kv_heads) * a.head_dim
     match layer.ffn:
-        case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate):
-            ffn = (itemsize + 4) * experts + itemsize * k * (hidden + intermediate)
+        case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate, shared_intermediate=shared):
+            ffn = (itemsize + 4) * experts + itemsize * (k * (hidden + intermediate) + 3 * shared)
         case dense:
             ffn = itemsize * 3 * dense.intermediate
     return itemsize * 4 * hidden + max(attention, ffn)

@@ -25,12 +25,19 @@ def _layer_tensors(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, Shape]]
     yield from _attention_tensors(layer.attention, hidden)
     yield "ffn_norm", (hidden,)
     match layer.ffn:
-        case MoeSpec(experts=experts):
+        case MoeSpec(experts=experts, shared_intermediate=shared):
             yield "router", (experts, hidden)
+            if shared:
+                yield from _mlp_tensors("shared", shared, hidden)
+                yield "shared_gate", (1, hidden)
         case DenseSpec(intermediate=intermediate):
-            yield "ffn.gate", (intermediate, hidden)
-            yield "ffn.up", (intermediate, hidden)
-            yield "ffn.down", (hidden, intermediate)
+            yield from _mlp_tensors("ffn", intermediate, hidden)
+
+
+def _mlp_tensors(name: str, intermediate: int, hidden: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.gate", (intermediate, hidden)
+    yield f"{name}.up", (intermediate, hidden)
+    yield f"{name}.down", (hidden, intermediate)
 
 
 def _attention_tensors(spec: GqaSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
@@ -43,5 +50,5 @@ def _attention_tensors(spec: GqaSpec, hidden: int) -> Iterator[tuple[str, Shape]
     if spec.o_bias:
         yield "attention.o_bias", (hidden,)
     if spec.qk_norm:
-        yield "attention.q_norm", (spec.head_dim,)
-        yield "attention.k_norm", (spec.head_dim,)
+        yield "attention.q_norm", (q_rows if spec.wide_qk_norm else spec.head_dim,)
+        yield "attention.k_norm", (kv_rows if spec.wide_qk_norm else spec.head_dim,)

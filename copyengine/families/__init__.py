@@ -1,6 +1,7 @@
 """Model families, a file each: config.json -> ModelSpec, and the names of the tensors.
 
-A further family is a further file here, one in `worker/model`, and a row in the table of each.
+A further family is a further file here and a row in the table; and in `worker/model`, if it is put together otherwise
+than those there, a file and a row too.
 """
 
 from collections.abc import Mapping
@@ -8,11 +9,22 @@ from types import MappingProxyType
 
 from copyengine.checkpoint.keys import Keys, show
 from copyengine.families.family import Family
+from copyengine.families.mixtral import MIXTRAL
+from copyengine.families.olmoe import OLMOE
+from copyengine.families.qwen2_moe import QWEN2_MOE
 from copyengine.families.qwen3 import QWEN3, QWEN3_MOE
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({"Qwen3MoeForCausalLM": QWEN3_MOE, "Qwen3ForCausalLM": QWEN3})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "Qwen3MoeForCausalLM": QWEN3_MOE,
+        "Qwen3ForCausalLM": QWEN3,
+        "Qwen2MoeForCausalLM": QWEN2_MOE,
+        "MixtralForCausalLM": MIXTRAL,
+        "OlmoeForCausalLM": OLMOE,
+    }
+)
 """By architecture, as config.json names it."""
 
 

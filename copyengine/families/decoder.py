@@ -1,9 +1,11 @@
 """config.json -> what families of decoders share: the sizes of the whole, the layer kinds, the element type."""
 
-from copyengine.checkpoint.keys import Keys, flag, integer, number, stated, wrong
+from collections.abc import Sequence
+
+from copyengine.checkpoint.keys import Keys, flag, integer, integers, number, stated, wrong
 from copyengine.families.quantisation import expert_format
 from copyengine.families.rope import rope
-from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
 from copyengine.wire.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -14,8 +16,8 @@ MAX_EXPERTS = 65536
 """Beyond these a config.json is taken for damaged."""
 
 
-def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """A model of `layers`; its own sizes are read from `config`."""
+def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...], norm_eps: float = 1e-6) -> ModelSpec:
+    """A model of `layers`; its own sizes are read from `config`, which may leave out `norm_eps`."""
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise wrong("hidden_act", activation, "must be silu")
@@ -26,7 +28,7 @@ def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...]) -> M
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden=integer(config, "hidden_size"),
-        norm_eps=number(config, "rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+        norm_eps=number(config, "rms_norm_eps", low=0.0, high=1.0, default=norm_eps),
         max_position=integer(config, "max_position_embeddings"),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         checkpoint_dtype=checkpoint_dtype(config) or "float32",
@@ -58,7 +60,10 @@ def expert_count(config: Keys) -> int:
 
 
 def gqa(config: Keys, default_head_dim: int | None, qk_norm: bool) -> GqaSpec:
-    """Attention over the whole context. Without `head_dim` and a default it is H over the heads."""
+    """Attention over the whole context, with biases on all projections if `attention_bias` says so.
+
+    Without `head_dim` and a default it is H over the heads.
+    """
     _refuse_windows(config)
     heads = integer(config, "num_attention_heads")
     kv_heads = integer(config, "num_key_value_heads", default=heads if "num_key_value_heads" in config else None)
@@ -74,12 +79,28 @@ def gqa(config: Keys, default_head_dim: int | None, qk_norm: bool) -> GqaSpec:
     return GqaSpec(heads, kv_heads, head_dim, bias, qk_norm, rope(config, head_dim), o_bias=bias)
 
 
-def moe(config: Keys, experts: int) -> MoeSpec:
-    """A routed mixture over `experts`."""
+def moe(config: Keys, experts: int, size_key: str = "moe_intermediate_size") -> MoeSpec:
+    """A routed mixture over `experts`, of the intermediate size under `size_key`."""
     per_token = integer(config, "num_experts_per_tok")
     if per_token > experts:
         raise wrong("num_experts_per_tok", per_token, f"must be at most the number of experts ({experts})")
-    return MoeSpec(experts, per_token, integer(config, "moe_intermediate_size"), flag(config, "norm_topk_prob"))
+    return MoeSpec(experts, per_token, integer(config, size_key), flag(config, "norm_topk_prob"))
+
+
+def sparse_layers(config: Keys, count: int, experts: int) -> list[bool]:
+    """Which layers have experts, as the decoder layers of Qwen's families in transformers decide it."""
+    step = integer(config, "decoder_sparse_step", default=1)
+    dense_layers = set(integers(config, "mlp_only_layers"))
+    return [i not in dense_layers and experts > 0 and (i + 1) % step == 0 for i in range(count)]
+
+
+def mixed_layers(
+    config: Keys, attention: GqaSpec, sparse: Sequence[bool], routed: MoeSpec | None
+) -> tuple[LayerSpec, ...]:
+    """Layers of one attention, with experts where `sparse` says so and a dense MLP elsewhere."""
+    dense = None if all(sparse) else DenseSpec(integer(config, "intermediate_size"))
+    ffns = [routed if is_sparse else dense for is_sparse in sparse]
+    return tuple(LayerSpec(attention, ffn) for ffn in ffns if ffn is not None)
 
 
 def _refuse_windows(config: Keys) -> None:

@@ -2,13 +2,13 @@
 
 from types import MappingProxyType
 
-from copyengine.checkpoint.keys import Keys, integer, integers
+from copyengine.checkpoint.keys import Keys, integer
 from copyengine.checkpoint.names import Dialect, ExpertTensor
-from copyengine.families.decoder import decoder, expert_count, gqa, layer_count, moe
+from copyengine.families.decoder import decoder, expert_count, gqa, layer_count, mixed_layers, moe, sparse_layers
 from copyengine.families.family import Family
 from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec
 
-_DENSE = MappingProxyType(
+DENSE_NAMES = MappingProxyType(
     {
         "embed": "model.embed_tokens.weight",
         "final_norm": "model.norm.weight",
@@ -33,7 +33,7 @@ _DENSE = MappingProxyType(
 )
 
 HUB = Dialect(
-    _DENSE,
+    DENSE_NAMES,
     (
         ExpertTensor("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "gate_up", part=0, parts=2),
         ExpertTensor("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "gate_up", part=1, parts=2),
@@ -43,7 +43,7 @@ HUB = Dialect(
 """The files of the hub."""
 
 FUSED = Dialect(
-    _DENSE,
+    DENSE_NAMES,
     (
         ExpertTensor("model.layers.{i}.mlp.experts.gate_up_proj", "gate_up"),
         ExpertTensor("model.layers.{i}.mlp.experts.down_proj", "down"),
@@ -58,16 +58,11 @@ def _parse_dense(architecture: str, config: Keys) -> ModelSpec:
 
 
 def _parse_moe(architecture: str, config: Keys) -> ModelSpec:
-    """A layer is sparse as transformers' Qwen3MoeDecoderLayer decides it."""
     attention = gqa(config, default_head_dim=None, qk_norm=True)
     count, experts = layer_count(config), expert_count(config)
-    step = integer(config, "decoder_sparse_step", default=1)
-    dense_layers = set(integers(config, "mlp_only_layers"))
-    sparse = [i not in dense_layers and experts > 0 and (i + 1) % step == 0 for i in range(count)]
+    sparse = sparse_layers(config, count, experts)
     routed = moe(config, experts) if any(sparse) else None
-    dense = None if all(sparse) else DenseSpec(integer(config, "intermediate_size"))
-    ffns = [routed if is_sparse else dense for is_sparse in sparse]
-    return decoder(architecture, config, tuple(LayerSpec(attention, ffn) for ffn in ffns if ffn is not None))
+    return decoder(architecture, config, mixed_layers(config, attention, sparse, routed))
 
 
 QWEN3 = Family("qwen3", _parse_dense, (HUB,))

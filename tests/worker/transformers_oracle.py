@@ -1,4 +1,4 @@
-"""Witness: transformers' own Qwen3 models on tiny random checkpoints.
+"""Witness: transformers' own models on tiny random checkpoints.
 
 A script, run in a process of its own as `python -I transformers_oracle.py DIRECTORY`, because transformers probes for
 a PyPI package called `kernels`, which ours would pass for. For each case it writes DIRECTORY/<case>/ (a checkpoint as
@@ -46,6 +46,25 @@ CASES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+}
+
+FAMILIES: dict[str, str] = {
+    "qwen2_moe": "Qwen2Moe",
+    "qwen2_moe_mixed": "Qwen2Moe",
+    "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
+    "olmoe_clipped": "Olmoe",
+}
+"""Of the cases that are not Qwen3's: how transformers' classes begin."""
+
+SHARED = {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}
+CASES |= {
+    "qwen2_moe": SHARED | {"num_experts": 12, "num_experts_per_tok": 4},
+    "qwen2_moe_mixed": SHARED
+    | {"num_experts": 12, "num_experts_per_tok": 4, "mlp_only_layers": [1], "qkv_bias": False},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False},
+    "olmoe_clipped": {"num_experts": 16, "num_experts_per_tok": 4, "clip_qkv": 0.8, "attention_bias": True},
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -109,15 +128,12 @@ def write_case(directory: Path, name: str, overrides: dict[str, Any]) -> None:
     """Saves the checkpoint and, as fp32, the prompt, its greedy continuation and the logits at every position."""
     import numpy as np
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
     torch.manual_seed(sum(name.encode()) + 1)
     settings = BASE | overrides
-    model: Any
-    if "num_experts" in settings:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**settings))
+    family = FAMILIES.get(name, "Qwen3Moe" if "num_experts" in settings else "Qwen3")
+    model: Any = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "norm" in key:  # initialised to ones, which would hide a norm that is left out or swapped

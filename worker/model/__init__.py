@@ -1,4 +1,4 @@
-"""The model: one file per layer kind, one per architecture family."""
+"""The model: one file per layer kind, one per way to put them together."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -7,11 +7,17 @@ from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 from worker.kv import KvCache
 from worker.model.moe import Experts
-from worker.model.qwen3 import build_qwen3
+from worker.model.pre_norm import build_pre_norm
 from worker.model.stack import Decoder, Weights
 
 FAMILIES: Mapping[str, Callable[[ModelSpec, Weights, KvCache, Experts | None], Decoder]] = MappingProxyType(
-    {"Qwen3MoeForCausalLM": build_qwen3, "Qwen3ForCausalLM": build_qwen3}
+    {
+        "Qwen3MoeForCausalLM": build_pre_norm,
+        "Qwen3ForCausalLM": build_pre_norm,
+        "Qwen2MoeForCausalLM": build_pre_norm,
+        "MixtralForCausalLM": build_pre_norm,
+        "OlmoeForCausalLM": build_pre_norm,
+    }
 )
 """By architecture; the same ones as in `copyengine.families`."""
 

@@ -1,10 +1,11 @@
-"""Layer kind: grouped-query attention with rotary embedding, optional per-head q/k norm and optional biases."""
+"""Layer kind: grouped-query attention with rotary embedding, optional q/k norm, clamping and biases."""
 
 import torch
 from torch.nn import functional
 
 from copyengine.model_spec import GqaSpec
 from kernels.attention import attention, decode_attention
+from kernels.norm import rms_norm
 from kernels.rope import norm_rope
 from worker.kv import KvLayer
 from worker.model.batch import Batch
@@ -29,10 +30,21 @@ class GqaAttention:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         q, k, v = self._project(x)
+        q_norm, k_norm = self._q_norm, self._k_norm
+        if self._spec.wide_qk_norm:
+            assert q_norm is not None and k_norm is not None
+            q, k = self._wide_norm(q, q_norm), self._wide_norm(k, k_norm)
+            q_norm = k_norm = None
+        if self._spec.clip_qkv is not None:
+            q, k, v = (part.clamp(-self._spec.clip_qkv, self._spec.clip_qkv) for part in (q, k, v))
         cos, sin = batch.once(self._rotary, lambda: self._rotary.cos_sin(batch.positions))
-        q, k = norm_rope(q, k, self._q_norm, self._k_norm, self._eps, cos, sin)
+        q, k = norm_rope(q, k, q_norm, k_norm, self._eps, cos, sin)
         self._kv.append(k, v, batch.kv_pages, batch.kv_offsets)
         return functional.linear(self._attend(q, batch), self._out, self._out_bias)
+
+    def _wide_norm(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Of all heads of a row at once: [T, heads, D]."""
+        return rms_norm(heads.reshape(heads.shape[0], -1), weight, self._eps).view(heads.shape)
 
     def _attend(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[T, heads * D] of the rotated q [T, heads, D], once keys and values are in their pages."""

@@ -8,6 +8,7 @@ from torch.nn import functional
 from copyengine.model_spec import MoeSpec
 from kernels.topk_route import topk_route
 from worker.model.batch import Batch
+from worker.model.mlp import DenseMlp
 from worker.model.stack import Weights
 
 
@@ -24,15 +25,28 @@ class Experts(Protocol):
 
 
 class MoeFfn:
-    """[T, H] -> [T, H]: the weighted sum of each token's K experts."""
+    """[T, H] -> [T, H]: the weighted sum of each token's K experts, plus that of the shared expert if there is one."""
 
     def __init__(self, spec: MoeSpec, weights: Weights, prefix: str, bank: int, experts: Experts) -> None:
         self._spec = spec
         self._router = weights.pop(f"{prefix}.router")
         self._bank = bank
         self._experts = experts
+        self._shared = SharedExpert(weights, prefix) if spec.shared_intermediate else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         logits = functional.linear(x, self._router)
         weights, experts = topk_route(logits, self._spec.experts_per_token, self._spec.norm_topk_prob)
-        return self._experts(self._bank, x, weights, experts)
+        routed = self._experts(self._bank, x, weights, experts)
+        return routed + self._shared(x, batch) if self._shared else routed
+
+
+class SharedExpert:
+    """[T, H] -> [T, H]: sigmoid(gate(x)) * mlp(x)."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._mlp = DenseMlp(weights, f"{prefix}.shared")
+        self._gate = weights.pop(f"{prefix}.shared_gate")
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return torch.sigmoid(functional.linear(x, self._gate)) * self._mlp(x, batch)

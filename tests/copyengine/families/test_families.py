@@ -17,7 +17,8 @@ SIZES = Sizes(layers=3, hidden=16, intermediate=8, experts=5, experts_per_token=
 
 
 def spec_of(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> ModelSpec:
-    return parse_spec({**model_config(SIZES), "architectures": [architecture], **changes})
+    shared = {"shared_expert_intermediate_size": 12}
+    return parse_spec({**model_config(SIZES), "architectures": [architecture], **shared, **changes})
 
 
 def sources(spec: ModelSpec, dialect: Dialect) -> list[str]:

@@ -113,6 +113,54 @@ def test_forms_of_nvfp4(quantisation: dict[str, Any]) -> None:
     assert parse_spec({**FLASH_NEXT, "quantization_config": None}) == parse_spec(FLASH_NEXT)
 
 
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_mixtral() -> None:
+    """Its expert size, its key for E, and weights that sum to 1 whatever is stated; a window that cuts is refused."""
+    config = {**SMALL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "sliding_window": None}
+    spec = parse_spec(config)
+    assert [layer.ffn for layer in spec.layers] == [MoeSpec(8, 2, 96, True)] * 2
+    attention = spec.layers[0].attention
+    assert (attention.head_dim, attention.qk_norm, attention.qkv_bias, spec.norm_eps) == (16, False, False, 1e-5)
+    assert parse_spec(config | {"norm_topk_prob": False, "sliding_window": 512}) == spec
+    with pytest.raises(ConfigError, match="sliding_window is 511"):
+        parse_spec(config | {"sliding_window": 511})
+
+
+def test_olmoe() -> None:
+    config = {**SMALL, "architectures": ["OlmoeForCausalLM"], "num_experts": 8, "clip_qkv": None}
+    spec = parse_spec(config)
+    attention = spec.layers[0].attention
+    assert moe_of(spec) == MoeSpec(8, 2, 96, False)
+    assert (attention.qk_norm, attention.wide_qk_norm, attention.clip_qkv) == (True, True, None)
+    assert parse_spec(config | {"clip_qkv": 8.0}).layers[0].attention.clip_qkv == 8.0
+    with pytest.raises(ConfigError, match="clip_qkv"):
+        parse_spec(config | {"clip_qkv": "much"})
+
+
+def test_qwen2_moe() -> None:
+    """A shared expert beside the routed ones, in sparse layers; biases on q, k and v unless they are turned off."""
+    config = {**SMALL, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 32}
+    config |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
+    spec = parse_spec(config)
+    assert [layer.ffn for layer in spec.layers] == [DenseSpec(96), MoeSpec(8, 2, 32, False, 48)]
+    attention = spec.layers[1].attention
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (True, False, False)
+    assert not parse_spec(config | {"qkv_bias": False}).layers[1].attention.qkv_bias
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size is missing"):
+        parse_spec(without(config, "shared_expert_intermediate_size"))
+
+
 def test_the_geometry_of_flash_next() -> None:
     spec = parse_spec(FLASH_NEXT)
     assert (len(spec.moe_layers), spec.hidden, moe_of(spec)) == (48, 2560, MoeSpec(512, 10, 640, True))

@@ -1,4 +1,5 @@
-"""Family: Qwen3 and Qwen3-MoE. Pre-norm layers of attention and a dense or routed MLP on one residual of H."""
+"""Families of pre-norm layers of attention and a dense or routed MLP on one residual of H: Qwen3, Qwen3-MoE, Qwen2-MoE,
+Mixtral, OLMoE."""
 
 from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from worker.kv import KvCache
@@ -9,7 +10,7 @@ from worker.model.rotary import Rotary
 from worker.model.stack import Block, Decoder, Norm, PreNormResidual, Weights
 
 
-def build_qwen3(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None) -> Decoder:
+def build_pre_norm(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None) -> Decoder:
     """The model; takes its tensors out of `weights`. KeyError if one is not there."""
     embed = weights.pop("embed")
     blocks: list[Block] = []

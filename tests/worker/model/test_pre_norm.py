@@ -1,4 +1,4 @@
-"""Whole models against transformers' own Qwen3ForCausalLM and Qwen3MoeForCausalLM, in float32."""
+"""Whole models against transformers' own of the same family, in float32."""
 
 from itertools import pairwise
 from pathlib import Path
