@@ -38,6 +38,8 @@ BAR_S = 0.2
 """Between two drawings of it."""
 
 BAR_COLUMNS = 40
+STEADY_S = 2.0
+"""After which what is left may be told from what is done."""
 
 
 class Progress(Struct):
@@ -174,10 +176,10 @@ class _Bar:
     def _draw(self, seconds: float) -> None:
         share = self._done / self._total
         filled = int(BAR_COLUMNS * share)
-        left_s = seconds / share - seconds if share else 0.0
+        left = f", {seconds / share - seconds:,.0f} s left" if share and seconds > STEADY_S else ""
         sys.stderr.write(
             f"{ERASE_LINE}[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}] {share:4.0%}  {self._done / 1e6:,.0f} of "
-            f"{self._total / 1e6:,.0f} MB, {left_s:,.0f} s left"
+            f"{self._total / 1e6:,.0f} MB{left}"
         )
         sys.stderr.flush()
 

@@ -288,8 +288,11 @@ def test_a_bar_on_a_terminal_says_how_far_it_is(
     monkeypatch.setattr(tool, "BAR_S", -1.0)
     bar = tool._Bar(4_000_000, True)
     bar.add(1_000_000)
-    bar.end()
     drawn = capsys.readouterr().err
-    assert "25%" in drawn and "1 of 4 MB" in drawn and "#" * 10 + "." * 30 in drawn
+    assert "25%" in drawn and "1 of 4 MB" in drawn and "#" * 10 + "." * 30 in drawn and "left" not in drawn
+    bar._start -= 100
+    bar.add(1_000_000)
+    bar.end()
+    assert "50%  2 of 4 MB, 100 s left" in capsys.readouterr().err
     tool._Bar(4, False).add(1)
     assert capsys.readouterr().err == ""
