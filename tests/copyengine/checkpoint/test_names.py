@@ -4,6 +4,7 @@ import pytest
 
 from copyengine.checkpoint.names import Dialect, ExpertTensor, dialect_of, expert_names, names_linears
 from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, SCHEMES, Scheme, beside
+from copyengine.families import FAMILIES
 from copyengine.families.qwen3 import FUSED, HUB
 from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 
@@ -56,6 +57,15 @@ def test_only_dialects_that_name_linears_are_of_quantised_files() -> None:
         assert dialect_of(SPEC, dialects, sources, MODELOPT) is dialect
     assert dialect_of(SPEC, dialects, set(), MODELOPT) is OTHER
     assert dialect_of(SPEC, (FUSED,), set(), MODELOPT) is FUSED
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: str(scheme.name))
+def test_every_family_has_a_dialect_for_quantised_experts(architecture: str, scheme: Scheme) -> None:
+    """Against the number of linears: no two tensors share a name, none has a placeholder left."""
+    dialect = next(filter(names_linears, FAMILIES[architecture].dialects))
+    names = [entry.source for entry in expert_names(SPEC, dialect, scheme)]
+    assert len(set(names)) == len(names) == 3 * 3 * 3 and not any("{" in name for name in names)
 
 
 @pytest.mark.parametrize(
