@@ -22,7 +22,7 @@ from msgspec import Struct
 from copyengine.checkpoint.directory import locate
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.quantise_plan import Shard, plan
-from copyengine.checkpoint.quantise_shards import Errors, make_shard
+from copyengine.checkpoint.quantise_shards import Errors, add_errors, make_shard
 from copyengine.checkpoint.quantise_texts import write_texts
 from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, Scheme
 from copyengine.checkpoint.shard_file import file_nbytes
@@ -143,9 +143,7 @@ def _write(path: Path, data: bytes) -> None:
 def _by_layer(progress: Progress) -> Errors:
     total: Errors = {}
     for errors in progress.errors.values():
-        for layer, (error, squares) in errors.items():
-            before = total.get(layer, (0.0, 0.0))
-            total[layer] = (before[0] + error, before[1] + squares)
+        add_errors(total, errors)
     return dict(sorted(total.items()))
 
 

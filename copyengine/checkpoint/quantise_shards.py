@@ -45,9 +45,15 @@ def make_shard(target: Path, shard: Shard, scheme: Scheme, on_bytes: OnBytes) ->
             ]
             for job, (error, squares) in zip(jobs, run_all(work, threads, "quantiser"), strict=True):
                 if isinstance(job, Quantised):
-                    before = errors.get(job.layer, (0.0, 0.0))
-                    errors[job.layer] = (before[0] + error, before[1] + squares)
+                    add_errors(errors, {job.layer: (error, squares)})
     return errors
+
+
+def add_errors(total: Errors, more: Errors) -> None:
+    """Add the sums of `more` to those in `total`."""
+    for layer, (error, squares) in more.items():
+        before = total.get(layer, (0.0, 0.0))
+        total[layer] = (before[0] + error, before[1] + squares)
 
 
 def _copy(job: Copied, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float]:
