@@ -110,7 +110,7 @@ def plan_gpu(
 
 def plan_banks(spec: ModelSpec, record_nbytes: int, available_nbytes: int, workers: int) -> int:
     """Bytes of the banks, pinned in host memory. ConfigError if its `available_nbytes` are too few."""
-    banks = _bank_experts(spec) * record_nbytes
+    banks = bank_nbytes(spec, record_nbytes)
     reserve = HOST_RESERVE_NBYTES * (1 + workers)
     missing = banks + reserve - available_nbytes
     if banks and missing > 0:
@@ -147,7 +147,7 @@ def _plan(
     on_gpu = place.device == "cuda"
     experts = spec.moe.experts if spec.moe else 0
     query, groups = query_experts(experts, place.device), stream_groups(experts, place.device)
-    banks, streams = _bank_experts(spec) * record_nbytes, query * groups * record_nbytes
+    banks, streams = bank_nbytes(spec, record_nbytes), query * groups * record_nbytes
     dense, step = dense_memory_nbytes(spec, dtype), place.step_nbytes(spec, dtype, wanted)
     usable = available_nbytes - place.reserve_nbytes
     kv_tokens = _kv_tokens(spec, dtype, usable - dense - step - streams if on_gpu else usable, wanted, place, notes)
@@ -181,6 +181,11 @@ def kv_token_nbytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of one token's keys and values over all layers."""
     elements = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers)
     return elements * ITEMSIZE[dtype]
+
+
+def bank_nbytes(spec: ModelSpec, record_nbytes: int) -> int:
+    """Bytes of all banks, L x E records; 0 for a dense model."""
+    return _bank_experts(spec) * record_nbytes
 
 
 def _bank_experts(spec: ModelSpec) -> int:

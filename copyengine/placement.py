@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from copyengine.budget import Budget, Wanted, plan, plan_banks, plan_gpu
+from copyengine.budget import Budget, Wanted, bank_nbytes, plan, plan_banks, plan_gpu
 from copyengine.device.cuda_driver import CudaError
 from copyengine.device.probe import GpuFacts, find_gpus
 from copyengine.model_spec import ModelSpec
@@ -131,6 +131,6 @@ def plan_memory(
         least = min(placement.gpus, key=lambda gpu: gpu.free_nbytes)
         name = f"cuda:{least.ordinal} {least.name}"
         return plan_gpu(spec, dtype, record_nbytes, least.free_nbytes, wanted, name=name)
-    bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
-    share_nbytes = bank_nbytes + max(0, available_nbytes - bank_nbytes) // workers
+    banks = bank_nbytes(spec, record_nbytes)
+    share_nbytes = banks + max(0, available_nbytes - banks) // workers
     return plan(spec, dtype, record_nbytes, share_nbytes, wanted)

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from copyengine.budget import Budget, Wanted, plan
+from copyengine.budget import Budget, Wanted, bank_nbytes, plan
 from copyengine.device.host import HostWorkerDevice
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Dtype
@@ -26,8 +26,8 @@ class HostBackend:
         The banks may have been allocated long ago, for another worker. The plan counts them, so what is available here
         is counted with them.
         """
-        bank_nbytes = record_nbytes * len(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
-        return plan(spec, dtype, record_nbytes, psutil.virtual_memory().available + bank_nbytes, wanted)
+        available_nbytes = psutil.virtual_memory().available + bank_nbytes(spec, record_nbytes)
+        return plan(spec, dtype, record_nbytes, available_nbytes, wanted)
 
     def make_slots(self, order: PoolOrder) -> tuple[ExpertSlots, HostExperts]:
         """See Backend."""
