@@ -103,8 +103,8 @@ def plan_gpu(
     beyond what the kernels take (`gpu_limits`).
     """
     gpu_limits.check_model(spec)
-    if spec.expert_format and dtype != "bfloat16":
-        raise ConfigError(f"--dtype {dtype}: {spec.expert_format} experts need --dtype bfloat16 on a GPU")
+    if spec.expert_format.name and dtype != "bfloat16":
+        raise ConfigError(f"--dtype {dtype}: {spec.expert_format.name} experts need --dtype bfloat16 on a GPU")
     return _plan(spec, dtype, record_nbytes, free_nbytes, wanted, _Place("cuda", f"memory of {name}", reserve_nbytes))
 
 
@@ -179,7 +179,7 @@ def dense_memory_nbytes(spec: ModelSpec, dtype: str) -> int:
 
 def kv_token_nbytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of one token's keys and values over all layers."""
-    elements = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers)
+    elements = sum(heads * width for layer in spec.layers for heads, width in layer.attention.kv_shapes)
     return elements * ITEMSIZE[dtype]
 
 

@@ -6,6 +6,8 @@ is a further Struct. Nothing here assumes that all layers are alike. `copyengine
 
 from msgspec import Struct
 
+from kernels.formats import ExpertFormat
+
 
 class RopeSpec(Struct, frozen=True):
     """Rotary embedding: its base and how it is scaled beyond the trained length.
@@ -41,6 +43,11 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
     o_bias: bool = False  # the output projection has a bias too (attention_bias of Qwen3)
     wide_qk_norm: bool = False  # with qk_norm: over all heads of a row at once
     clip_qkv: float | None = None  # q (after its norm), k and v are clamped to that
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """What each token leaves in the KV pages: (heads, width) of every tensor, here of keys and of values."""
+        return ((self.kv_heads, self.head_dim),) * 2
 
 
 class DenseSpec(Struct, frozen=True, tag="dense"):
@@ -81,7 +88,7 @@ class ModelSpec(Struct, frozen=True):
     tie_word_embeddings: bool
     checkpoint_dtype: str  # "bfloat16", "float16" or "float32", as config.json states it
     layers: tuple[LayerSpec, ...]
-    expert_format: str = ""  # of kernels.formats; "": not quantised, in the element type that a load asks for
+    expert_format: ExpertFormat = ExpertFormat()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Which record layout the experts of a model have."""
 
+from msgspec.structs import replace
+
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout, layout
@@ -14,9 +16,12 @@ def record_layout(spec: ModelSpec, dtype: str) -> RecordLayout | None:
     moe = spec.moe
     if moe is None:
         return None
-    if spec.expert_format and dtype == "float16":
-        raise ConfigError(f"--dtype float16: {spec.expert_format} experts are not computed in it; use --dtype bfloat16")
+    if spec.expert_format.name and dtype == "float16":
+        raise ConfigError(
+            f"--dtype float16: {spec.expert_format.name} experts are not computed in it; use --dtype bfloat16"
+        )
     try:
-        return layout(spec.expert_format or dtype, spec.hidden, moe.intermediate)
+        kind = replace(spec.expert_format, name=spec.expert_format.name or dtype)
+        return layout(kind, spec.hidden, moe.intermediate)
     except ValueError as error:
         raise ConfigError(f"config.json: {error}") from None

@@ -20,6 +20,19 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType(
 """Bytes per element of each element type a field may have."""
 
 
+class ExpertFormat(Struct, frozen=True):
+    """What one expert's record holds and what is computed of it, beside the sizes H and I.
+
+    Its output is down(act(gate(x), up(x))), each projection with its bias if it has one.
+    """
+
+    name: str = ""  # of FORMATS; "": not quantised, in the element type that a load asks for
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale, of formats that may choose them
+    bias: bool = False  # fields gate_up_bias [2I] and down_bias [H], float32
+    swiglu_limit: float | None = None  # act is gpt-oss' clamped SwiGLU with this limit; None: silu(gate) * up
+    quantised_inputs: bool = False  # x and act(...) are rounded to E2M1 under the layer's input scales (W4A4)
+
+
 class FieldSpec(Struct, frozen=True):
     """One tensor of an expert before it is placed: its name, element type and shape."""
 
@@ -41,11 +54,16 @@ class Field(Struct, frozen=True):
 class RecordLayout(Struct, frozen=True):
     """How one expert lies in its record."""
 
-    format: str
+    kind: ExpertFormat
     hidden: int  # H
     intermediate: int  # I
     fields: tuple[Field, ...]
     record_nbytes: int
+
+    @property
+    def format(self) -> str:
+        """A name of FORMATS."""
+        return self.kind.name
 
     def field(self, name: str) -> Field:
         """The field called `name`; KeyError if the format has none."""
@@ -99,21 +117,31 @@ FORMATS: Mapping[str, Callable[[int, int], tuple[FieldSpec, ...]]] = MappingProx
 """A row may have fields of several element types and of any rank, () for a scalar."""
 
 
+def _biases(kind: ExpertFormat, hidden: int, intermediate: int) -> tuple[FieldSpec, ...]:
+    if not kind.bias:
+        return ()
+    return FieldSpec("gate_up_bias", "float32", (2 * intermediate,)), FieldSpec("down_bias", "float32", (hidden,))
+
+
 def align(nbytes: int) -> int:
     """`nbytes` rounded up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def layout(format_name: str, hidden: int, intermediate: int) -> RecordLayout:
-    """The record layout of one expert. ValueError for an unknown format or a size it cannot have."""
-    if format_name not in FORMATS:
-        raise ValueError(f"unknown expert format {format_name!r}; known: {', '.join(FORMATS)}")
+def layout(kind: ExpertFormat | str, hidden: int, intermediate: int) -> RecordLayout:
+    """The record layout of one expert; a name alone stands for that format without anything more.
+
+    ValueError for an unknown format or a size it cannot have.
+    """
+    kind = ExpertFormat(kind) if isinstance(kind, str) else kind
+    if kind.name not in FORMATS:
+        raise ValueError(f"unknown expert format {kind.name!r}; known: {', '.join(FORMATS)}")
     if hidden < 1 or intermediate < 1:
         raise ValueError(f"hidden ({hidden}) and intermediate ({intermediate}) must be at least 1")
     fields: list[Field] = []
     offset = 0
-    for spec in FORMATS[format_name](hidden, intermediate):
+    for spec in (*FORMATS[kind.name](hidden, intermediate), *_biases(kind, hidden, intermediate)):
         nbytes = ITEMSIZE[spec.dtype] * math.prod(spec.shape)
         fields.append(Field(spec.name, spec.dtype, spec.shape, offset, nbytes))
         offset = align(offset + nbytes)
-    return RecordLayout(format_name, hidden, intermediate, tuple(fields), offset)
+    return RecordLayout(kind, hidden, intermediate, tuple(fields), offset)

@@ -1,5 +1,7 @@
 """KV pages: where keys and values of past tokens lie. Which sequence owns which page is the scheduler's business."""
 
+from collections.abc import Sequence
+
 import torch
 
 from copyengine.model_spec import ModelSpec
@@ -10,11 +12,17 @@ class KvLayer:
     """The pages of one attention layer."""
 
     def __init__(
-        self, num_pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_pages: int,
+        page_tokens: int,
+        kv_shapes: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        shape = (num_pages, page_tokens, kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        """`kv_shapes` are those of keys and of values, as a spec of attention names them."""
+        self.k, self.v = (
+            torch.zeros(num_pages, page_tokens, *shape, dtype=dtype, device=device) for shape in kv_shapes
+        )
 
     def append(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> None:
         """Stores row i of k, v [T, kv_heads, D] in page `pages[i]` at place `offsets[i]` ([T] int64 each)."""
@@ -31,9 +39,9 @@ class KvCache:
             raise ValueError(f"num_pages ({num_pages}) and page_tokens ({page_tokens}) must be at least 1")
         self.num_pages = num_pages
         self.page_tokens = page_tokens
+        self.device = device
         self.layers = [
-            KvLayer(num_pages, page_tokens, layer.attention.kv_heads, layer.attention.head_dim, dtype, device)
-            for layer in spec.layers
+            KvLayer(num_pages, page_tokens, layer.attention.kv_shapes, dtype, device) for layer in spec.layers
         ]
 
     @property

@@ -36,14 +36,14 @@ def rehearse(rehearsal: Rehearsal) -> None:
     for mode, rows in steps:
         step = _step(mode, rows, kv.page_tokens)
         arrays = step_arrays(step, kv.page_tokens, rehearsal.table_pages if mode == "decode" else 0)
-        inputs = on_device(step, arrays, kv.layers[0].k.device)
+        inputs = on_device(step, arrays, kv.device)
         if slots is None:
             forward(rehearsal.model, inputs)
             continue
         with slots.rehearsal(mode):
             forward(rehearsal.model, inputs)
     for rows in range(1, BLOCK_ROWS + 1):
-        logits = torch.zeros(rows, rehearsal.model.vocab_size, device=kv.layers[0].k.device)
+        logits = torch.zeros(rows, rehearsal.model.vocab_size, device=kv.device)
         extras = extras_of_a_block(rows)
         with_extras(Drawn(logits[:, 0].to(torch.int64), logits), extras, extras_on_device(extras, logits.device))
 

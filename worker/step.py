@@ -66,7 +66,7 @@ class StepRunner:
         self._experts = experts
         self._table_pages = table_pages
         self._graphs = graphs
-        self._device = kv.layers[0].k.device
+        self._device = kv.device
 
     def run(self, step: RunStep) -> StepDone:
         """Runs the step. RequestRefused("invalid_request") if it asks for what is not there; nothing has run then.

@@ -14,6 +14,7 @@ from copyengine.checkpoint.shard_file import Output
 from copyengine.families import FAMILIES
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
+from kernels.formats import ExpertFormat
 
 
 class Copied(Struct, frozen=True):
@@ -113,7 +114,7 @@ def _runs(jobs: Sequence[Job], shard_nbytes: int) -> Iterator[list[Job]]:
 
 
 def _quantised(model: Model, scheme: Scheme) -> Iterator[Quantised]:
-    spec = msgspec.structs.replace(model.spec, expert_format=scheme.format)
+    spec = msgspec.structs.replace(model.spec, expert_format=ExpertFormat(scheme.format))
     record_layout(spec, "bfloat16")  # refuses sizes that the format cannot have
     sources = {
         (entry.bank, entry.expert, entry.field, entry.part, entry.parts): (entry, ref) for entry, ref in model.experts

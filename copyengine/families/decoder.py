@@ -22,8 +22,10 @@ def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...], norm
     if activation not in ("silu", "swish"):
         raise wrong("hidden_act", activation, "must be silu")
     quantised = expert_format(config)
-    if quantised and not any(isinstance(layer.ffn, MoeSpec) for layer in layers):
-        raise ConfigError(f"config.json: quantization_config ({quantised}) of a model without experts is not supported")
+    if quantised.name and not any(isinstance(layer.ffn, MoeSpec) for layer in layers):
+        raise ConfigError(
+            f"config.json: quantization_config ({quantised.name}) of a model without experts is not supported"
+        )
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),

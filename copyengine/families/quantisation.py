@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from copyengine.checkpoint.keys import Keys, integer, nested, show, wrong
 from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, Scheme
 from copyengine.wire.errors import ConfigError
-from kernels.formats import NVFP4_BLOCK
+from kernels.formats import NVFP4_BLOCK, ExpertFormat
 
 MODELOPT_METHODS = ("modelopt", "modelopt_fp4")
 """How ModelOpt's own exports and what other engines make of them name the method."""
@@ -15,10 +15,10 @@ PACKED_WEIGHTS: Keys = {"num_bits": 4, "type": "float", "strategy": "tensor_grou
 """What compressed-tensors states of NVFP4 weights, apart from what may be left out."""
 
 
-def expert_format(config: Keys) -> str:
-    """A name of kernels.formats, or "" for experts that are not quantised. ConfigError as for `expert_scheme`."""
+def expert_format(config: Keys) -> ExpertFormat:
+    """What quantization_config says of the experts' records. ConfigError as for `expert_scheme`."""
     scheme = expert_scheme(config)
-    return scheme.format if scheme else ""
+    return ExpertFormat(scheme.format if scheme else "")
 
 
 def expert_scheme(config: Keys) -> Scheme | None:

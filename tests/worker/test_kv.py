@@ -20,7 +20,7 @@ def spec_with(*heads: tuple[int, int]) -> ModelSpec:
 @pytest.mark.parametrize("rows", [0, 1, 17, 127, 128, 129])
 def test_append_puts_every_row_in_its_place_and_nothing_else(rows: int, page_tokens: int) -> None:
     generator = torch.Generator().manual_seed(rows)
-    layer = KvLayer(rows + 2, page_tokens, 2, 4, torch.float32, CPU)
+    layer = KvLayer(rows + 2, page_tokens, [(2, 4)] * 2, torch.float32, CPU)
     places = torch.randperm((rows + 2) * page_tokens, generator=generator)[:rows]
     k, v = (torch.randn(rows, 2, 4, generator=generator) for _ in range(2))
     layer.append(k, v, places // page_tokens, places % page_tokens)

@@ -7,9 +7,11 @@ from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, SCHEMES,
 from copyengine.families import FAMILIES
 from copyengine.families.qwen3 import FUSED, HUB
 from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from kernels.formats import ExpertFormat
 
 ATTENTION = GqaSpec(2, 1, 8, False, False, RopeSpec(1e4))
-SPEC = ModelSpec("any", 9, 64, 1e-6, 64, False, "bfloat16", (LayerSpec(ATTENTION, MoeSpec(3, 1, 32, True)),), "nvfp4")
+LAYER = LayerSpec(ATTENTION, MoeSpec(3, 1, 32, True))
+SPEC = ModelSpec("any", 9, 64, 1e-6, 64, False, "bfloat16", (LAYER,), ExpertFormat("nvfp4"))
 OTHER = Dialect(
     {"embed": "e"},
     (

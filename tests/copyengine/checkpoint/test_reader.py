@@ -18,7 +18,7 @@ from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.checkpoint.reader import NUMPY_DTYPE, read_dense, read_experts
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
-from kernels.formats import Field, RecordLayout, layout
+from kernels.formats import ExpertFormat, Field, RecordLayout, layout
 from tests.copyengine.checkpoint.conftest import SAVED
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -123,7 +123,7 @@ def test_fused_experts_fill_the_same_banks(tmp_path: Path, dtype: str) -> None:
 
 
 SCALED = RecordLayout(  # a quantised format of the future: each field of a type and rank of its own
-    "scaled",
+    ExpertFormat("scaled"),
     2,
     3,
     (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from copyengine.families import parse_spec
 from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec, RopeSpec
 from copyengine.wire.errors import ConfigError
+from kernels.formats import ExpertFormat
 
 HUB: dict[str, Any] = {  # Qwen3-30B-A3B's config.json
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -108,8 +109,8 @@ def test_both_spellings_mean_the_same() -> None:
 def test_forms_of_nvfp4(quantisation: dict[str, Any]) -> None:
     """Against the same model without it: only the format of the experts differs."""
     spec = parse_spec({**FLASH_NEXT, "quantization_config": quantisation})
-    assert spec.expert_format == "nvfp4" and parse_spec(FLASH_NEXT).expert_format == ""
-    assert msgspec.structs.replace(spec, expert_format="") == parse_spec(FLASH_NEXT)
+    assert spec.expert_format.name == "nvfp4" and parse_spec(FLASH_NEXT).expert_format == ExpertFormat()
+    assert msgspec.structs.replace(spec, expert_format=ExpertFormat()) == parse_spec(FLASH_NEXT)
     assert parse_spec({**FLASH_NEXT, "quantization_config": None}) == parse_spec(FLASH_NEXT)
 
 

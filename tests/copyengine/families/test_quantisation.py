@@ -55,8 +55,8 @@ def changed(**change: Any) -> dict[str, Any]:
 def test_who_wrote_it_says_how_it_is_spelt() -> None:
     assert expert_scheme({"quantization_config": EXPORTED}) is MODELOPT
     assert expert_scheme({"quantization_config": PACKED}) is COMPRESSED_TENSORS
-    assert expert_scheme({}) is None and expert_format({}) == ""
-    assert expert_format({"quantization_config": PACKED}) == "nvfp4"
+    assert expert_scheme({}) is None and expert_format({}).name == ""
+    assert expert_format({"quantization_config": PACKED}).name == "nvfp4"
 
 
 def test_a_group_may_state_the_format_itself() -> None:
