@@ -28,7 +28,7 @@ from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
 from copyengine.checkpoint.model import Model, open_model
 from copyengine.config import CopyEngineConfig
 from copyengine.device.host import reclaim_stale
-from copyengine.placement import CopyEngineChoice, DeviceChoice, Placement, place, plan_memory
+from copyengine.placement import CopyEngineChoice, DeviceChoice, Placement, memory_plan, place
 from copyengine.wire import cli
 from copyengine.wire.child import Told
 from copyengine.wire.errors import ConfigError, SlotstreamError
@@ -193,8 +193,8 @@ def preflight(config: LaunchConfig) -> Preflight:
     directory = Path(config.model) if config.model else builtin_model()
     model = open_model(directory, config.hf_overrides, config.load_format)
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
-    available_nbytes = psutil.virtual_memory().available
-    budget = plan_memory(model.spec, dtype, placement, config.workers, available_nbytes, wanted(config))
+    plan = memory_plan(model.spec, dtype, placement, psutil.virtual_memory().available)
+    budget = plan.settled(wanted(config))
     max_model_len(config, model.spec.max_position, budget.kv_tokens)
     check_port(config)
     for note in budget.notes:
@@ -210,6 +210,8 @@ def wanted(config: LaunchConfig) -> Wanted:
         demand_prefill=config.demand_tokens > 0,
         max_step_tokens=config.chunked_prefill_size,
         max_running=config.max_running_requests,
+        vram_reserve_nbytes=0 if config.vram_reserve_bytes == "auto" else config.vram_reserve_bytes,
+        workers=config.workers,
     )
 
 

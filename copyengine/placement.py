@@ -1,8 +1,8 @@
-"""Where the processes of a run go, and what each worker allocates there: decided before anything is started.
+"""Where the processes of a run go, and what memory there is: decided before anything is started.
 
-`place` gives worker i the i-th GPU that can be used and says what the copy engine is; `plan_memory` shares out what is
-free there (`copyengine.budget`). What this machine has is found in one place, `usable_gpus`, and only if GPUs are
-wanted.
+`place` gives worker i the i-th GPU that can be used and says what the copy engine is; `memory_plan` says what is free
+there, to be shared out (`copyengine.planning`). What this machine has is found in one place, `usable_gpus`, and only if
+GPUs are wanted.
 """
 
 import importlib.util
@@ -13,10 +13,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from copyengine.budget import Budget, Wanted, bank_nbytes, plan, plan_banks, plan_gpu
 from copyengine.device.cuda_driver import CudaError
 from copyengine.device.probe import GpuFacts, find_gpus
 from copyengine.model_spec import ModelSpec
+from copyengine.planning import FreeGpu, Plan
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
 
@@ -116,21 +116,8 @@ def lacking_for_gpus() -> str:
     return ""
 
 
-def plan_memory(
-    spec: ModelSpec, dtype: str, placement: Placement, workers: int, available_nbytes: int, wanted: Wanted
-) -> Budget:
-    """What each worker will allocate: the banks are there once, everything else once per worker.
-
-    `available_nbytes` is the host memory that is free now. ConfigError, naming both numbers and the flag to turn, if it
-    does not fit.
-    """
+def memory_plan(spec: ModelSpec, dtype: str, placement: Placement, available_nbytes: int) -> Plan:
+    """What there is for `spec` as `dtype`: `available_nbytes` of host memory, and what is free on the workers' GPUs."""
     record = record_layout(spec, dtype)
-    record_nbytes = record.record_nbytes if record else 0
-    if placement.gpus:
-        plan_banks(spec, record_nbytes, available_nbytes, workers)
-        least = min(placement.gpus, key=lambda gpu: gpu.free_nbytes)
-        name = f"cuda:{least.ordinal} {least.name}"
-        return plan_gpu(spec, dtype, record_nbytes, least.free_nbytes, wanted, name=name)
-    banks = bank_nbytes(spec, record_nbytes)
-    share_nbytes = banks + max(0, available_nbytes - banks) // workers
-    return plan(spec, dtype, record_nbytes, share_nbytes, wanted)
+    gpus = tuple(FreeGpu(f"cuda:{gpu.ordinal} {gpu.name}", gpu.free_nbytes) for gpu in placement.gpus)
+    return Plan(spec, dtype, record.record_nbytes if record else 0, available_nbytes, gpus)

@@ -14,6 +14,9 @@ AutoOr = Literal["auto"]
 MOST = 2**31 - 1
 """Counts and sizes above this are slips of the keyboard, and would not fit in a message either."""
 
+MOST_BYTES = 2**48 - 1
+"""Of memory, likewise."""
+
 DEFAULT_PORT = 5757
 
 
@@ -54,6 +57,10 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_tokens: Annotated[AutoOr | Annotated[int, Meta(ge=1, le=MOST)], Meta(description="tokens the KV pages hold")] = (
         "auto"
     )
+    vram_reserve_bytes: Annotated[
+        AutoOr | Annotated[int, Meta(ge=1, le=MOST_BYTES)],
+        Meta(description="bytes of each GPU to leave free for contexts, libraries, kernels and graphs; auto is 2 GiB"),
+    ] = "auto"
     disable_prefix_cache: Annotated[
         bool,
         Meta(

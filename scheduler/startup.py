@@ -42,6 +42,7 @@ def load_request(config: SchedulerConfig) -> Load:
         kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
         max_step_tokens=max(config.chunked_prefill_size, config.max_running_requests),
         max_running=config.max_running_requests,
+        vram_reserve_nbytes=0 if config.vram_reserve_bytes == "auto" else config.vram_reserve_bytes,
         load_format=config.load_format,
         demand_prefill=config.demand_tokens > 0,
         deadline_s=config.ready_timeout_s,

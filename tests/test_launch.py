@@ -32,6 +32,7 @@ FLAGS = {
     "--chunked-prefill-size": 4096,
     "--max-model-len": 0,
     "--kv-tokens": "auto",
+    "--vram-reserve-bytes": "auto",
     "--disable-prefix-cache": False,
     "--dtype": "auto",
     "--load-format": "auto",
@@ -122,6 +123,10 @@ def free_host_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
         ([], Wanted(max_running=16)),
         (["--slots", "7", "--kv-tokens", "99", "--demand-tokens", "0"], Wanted(7, 99, False, max_running=16)),
         (["--chunked-prefill-size", "5", "--max-running-requests", "3"], Wanted(max_step_tokens=5, max_running=3)),
+        (
+            ["--vram-reserve-bytes", "3000000000", "--workers", "2"],
+            Wanted(max_running=16, vram_reserve_nbytes=3 * GB, workers=2),
+        ),
     ],
 )
 def test_the_flags_say_which_sizes_are_wanted(argv: list[str], wanted: Wanted) -> None:

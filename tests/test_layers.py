@@ -18,6 +18,7 @@ SHARED_BY_COPYENGINE = (
     "checkpoint",
     "budget",
     "placement",
+    "planning",
     "protocol",
     "client",
     "ring",

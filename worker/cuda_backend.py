@@ -3,11 +3,13 @@
 
 from collections.abc import Callable
 
+import psutil
 import torch
 
-from copyengine.budget import GPU_RESERVE_STARTED_NBYTES, Budget, Wanted, plan_gpu
+from copyengine.budget import Budget, Wanted
 from copyengine.device.cuda_worker import CudaWorkerDevice
 from copyengine.model_spec import ModelSpec
+from copyengine.planning import FreeGpu, Plan
 from copyengine.protocol import Dtype
 from worker.backend import PoolOrder, Rehearsal
 from worker.decode_graphs import DecodeGraphs
@@ -53,8 +55,8 @@ class CudaBackend:
     def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
         """See worker.backend.Backend."""
         free_nbytes, _ = torch.cuda.mem_get_info(self.device)
-        reserve = GPU_RESERVE_STARTED_NBYTES
-        return plan_gpu(spec, dtype, record_nbytes, free_nbytes, wanted, reserve, self.name)
+        gpus, host_nbytes = (FreeGpu(self.name, free_nbytes),), psutil.virtual_memory().available
+        return Plan(spec, dtype, record_nbytes, host_nbytes, gpus, started=True).settled(wanted)
 
     def make_slots(self, order: PoolOrder) -> tuple[DeviceSlots, DeviceSlots]:
         """See worker.backend.Backend: the slots compute what comes through them."""

@@ -86,6 +86,7 @@ def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load,
         max_step_tokens=load.max_step_tokens,
         page_tokens=load.page_tokens,
         max_running=load.max_running,
+        vram_reserve_nbytes=load.vram_reserve_nbytes,
     )
     return backend.plan(spec, dtype, record_nbytes, wanted)
 

@@ -3,9 +3,10 @@
 import psutil
 import torch
 
-from copyengine.budget import Budget, Wanted, bank_nbytes, plan
+from copyengine.budget import Budget, Wanted, bank_nbytes
 from copyengine.device.host import HostWorkerDevice
 from copyengine.model_spec import ModelSpec
+from copyengine.planning import Plan
 from copyengine.protocol import Dtype
 from worker.backend import PoolOrder, Rehearsal
 from worker.host_experts import HostExperts
@@ -27,7 +28,7 @@ class HostBackend:
         is counted with them.
         """
         available_nbytes = psutil.virtual_memory().available + bank_nbytes(spec, record_nbytes)
-        return plan(spec, dtype, record_nbytes, available_nbytes, wanted)
+        return Plan(spec, dtype, record_nbytes, available_nbytes).settled(wanted)
 
     def make_slots(self, order: PoolOrder) -> tuple[ExpertSlots, HostExperts]:
         """See Backend."""

@@ -21,6 +21,7 @@ class Load(Struct, frozen=True, tag=True):
     page_tokens: int = 16  # tokens in a KV page
     max_step_tokens: int = 4096  # T of the largest step that will be sent
     max_running: int = 1  # sequences of the largest decode step that will be sent
+    vram_reserve_nbytes: int = 0  # of a GPU, to stay free, contexts included; 0: auto
     load_format: Literal["auto", "dummy"] = "auto"
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
     deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up

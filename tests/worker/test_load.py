@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import zmq.asyncio
 
-from copyengine.budget import Budget, Wanted, plan
+from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.planning import Plan
 from copyengine.protocol import Detach, Done, Failed, Reply, Request
 from copyengine.protocol import Load as BankLoad
 from copyengine.wire.errors import ConfigError, PeerTimeout
@@ -96,7 +97,7 @@ def test_automatic_sizes_come_out_as_if_all_were_planned_at_once(model: str, mon
     for available in (1 << 40, 2 * whole, math.ceil(1.1 * whole), whole):
         wanted = Wanted(max_step_tokens=64)
         try:
-            planned = plan(checked.model.spec, checked.dtype, record.record_nbytes, available, wanted)
+            planned = Plan(checked.model.spec, checked.dtype, record.record_nbytes, available).settled(wanted)
         except ConfigError:
             with pytest.raises(ConfigError):
                 budget_with(available - bank, load, monkeypatch)
