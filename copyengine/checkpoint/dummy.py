@@ -14,6 +14,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from copyengine.checkpoint.nvfp4 import E4M3
 from copyengine.checkpoint.parallel import run_all
 from copyengine.checkpoint.reader import NUMPY_DTYPE, OnBytes
 from kernels.formats import Field, RecordLayout
@@ -24,6 +25,9 @@ CONSTANT = 0
 E2M1_RMS = math.sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)
 """Of the sixteen codes, each as often as the others."""
 
+E4M3_STD = 16.0
+"""Of E4M3 codes that are weights: what is drawn stays below their largest value, 448."""
+
 SCALE_CODES = range(0x30, 0x40)
 """E4M3 codes of the block scales: 0.5 to 1.875."""
 
@@ -31,6 +35,8 @@ SCALE_RMS = math.sqrt(sum((half * (1 + m / 8)) ** 2 for half in (0.5, 1.0) for m
 
 GLOBAL_SPREAD = 0.25
 """A global is up to this share above or below its mean, so that no two experts or projections share one."""
+
+BIAS_STD = 0.1
 
 PIECE_NBYTES = 32 << 20
 MAX_THREADS = 16
@@ -67,8 +73,8 @@ def _draw(bank: Bank, experts: range, draws: Sequence[tuple[Field, Draw]], seed:
         for field, draw in draws:
             target = bank[expert, field.offset : field.offset + field.nbytes]
             draw(generator, target)
-            if field.name == "down":
-                target.reshape(field.shape[0], -1)[CONSTANT] = 0  # [H, I] in bytes; zero in every format
+            if field.name in ("down", "down_bias"):
+                target.reshape(field.shape[0], -1)[CONSTANT] = 0  # [H, ...] in bytes; zero in every format
         on_bytes(bank.shape[1])
 
 
@@ -81,15 +87,22 @@ def _copy(source: Bank, target: Bank, experts: range, on_bytes: OnBytes) -> None
 def _draw_of(field: Field, layout: RecordLayout) -> Draw:
     """How the bytes of `field` are drawn."""
     std = (layout.intermediate if field.name.startswith("down") else layout.hidden) ** -0.5
-    match field.dtype:
-        case "uint8":
+    if field.name.endswith("_bias"):
+        return partial(_normal, _quantiles(BIAS_STD, field.dtype))
+    match layout.format, field.name.removeprefix("gate_up").removeprefix("down"):
+        case "nvfp4" | "mxfp4", "":
             return _codes
-        case "float8_e4m3":
+        case "nvfp4", "_scale":
             return _scales
-        case _ if layout.format == "nvfp4":
+        case "nvfp4", _:
             return partial(_globals, std / (E2M1_RMS * SCALE_RMS))
-        case dtype:
-            return partial(_normal, _quantiles(std, dtype))
+        case "mxfp4", _:
+            return partial(_powers, std / E2M1_RMS)
+        case "fp8_block" | "fp8_tensor", "":
+            return partial(_normal, _quantiles(E4M3_STD, field.dtype))
+        case "fp8_block" | "fp8_tensor", _:
+            return partial(_globals, std / E4M3_STD)
+    return partial(_normal, _quantiles(std, field.dtype))
 
 
 def _codes(generator: np.random.Generator, target: NDArray[np.uint8]) -> None:
@@ -98,6 +111,13 @@ def _codes(generator: np.random.Generator, target: NDArray[np.uint8]) -> None:
 
 def _scales(generator: np.random.Generator, target: NDArray[np.uint8]) -> None:
     target[:] = _random_bytes(generator, target.size) % len(SCALE_CODES) + SCALE_CODES.start
+
+
+def _powers(rms: float, generator: np.random.Generator, target: NDArray[np.uint8]) -> None:
+    """Biased exponents of two neighbouring powers of two, of which so many are the higher that all have that `rms`."""
+    low = math.floor(math.log2(rms))
+    share = ((rms / 2.0**low) ** 2 - 1) / 3
+    target[:] = 127 + low + (_random_bytes(generator, target.size) < round(256 * share))
 
 
 def _globals(mean: float, generator: np.random.Generator, target: NDArray[np.uint8]) -> None:
@@ -119,5 +139,6 @@ def _random_bytes(generator: np.random.Generator, nbytes: int) -> NDArray[np.uin
 def _quantiles(std: float, dtype: str) -> NDArray[np.generic]:
     """[65536] equally likely values of a normal distribution, as unsigned integers with the bits of `dtype`."""
     normal = NormalDist(0.0, std)
-    values = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)]).astype(NUMPY_DTYPE[dtype])
+    element = E4M3 if dtype == "float8_e4m3" else NUMPY_DTYPE[dtype]
+    values = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)]).astype(element)
     return values.view(f"u{values.itemsize}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.formats import RecordLayout
+from kernels.formats import QUANTISED, ExpertFormat, RecordLayout
 from kernels.grouped_gemm import cost, ref
 from kernels.moe_align import Alignment, Blocks, max_blocks
 
@@ -12,7 +12,7 @@ _DTYPES = {
     "bfloat16": (torch.bfloat16,),
     "float16": (torch.float16,),
     "float32": (torch.float32,),
-    "nvfp4": (torch.bfloat16, torch.float32),
+    **dict.fromkeys(QUANTISED, (torch.bfloat16, torch.float32)),
 }
 """Of x, by format."""
 
@@ -27,10 +27,12 @@ def grouped_gemm(
     slots: Sequence[int],
     out_rows: torch.Tensor,
 ) -> None:
-    """Writes `weights[t, k] * down(silu(gate(x[t])) * up(x[t]))` into `out_rows[t * K + k]` for this group's experts.
+    """Writes `weights[t, k] * down(act(gate(x[t]), up(x[t])))` into `out_rows[t * K + k]` for this group's experts.
 
-    `x` is [T, H] in the layout's element type (nvfp4: bfloat16, or float32), `weights` [T, K] float32, `pool`
-    [pool_slots, record_nbytes] uint8, `out_rows` [T * K, H] like x; expert `experts[i]` is read from slot `slots[i]`.
+    Biases and `act` are those of `layout.kind`; see kernels.formats.ExpertFormat.
+    `x` is [T, H] in the layout's element type (of quantised experts bfloat16, or float32), `weights` [T, K] float32,
+    `pool` [pool_slots, record_nbytes] uint8, `out_rows` [T * K, H] like x; expert `experts[i]` is read from slot
+    `slots[i]`.
     Rows routed to experts outside the group are left alone. The values of a row depend on x, the routing and the
     weights only: not on the slot, the size of the pool or the cut into groups. ValueError for shapes or types that do
     not fit together.
@@ -93,6 +95,8 @@ def grouped_gemm_slots(
     if not x.is_cuda:
         ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows)
         return
+    if layout.format in QUANTISED - {"nvfp4"} or layout.kind != ExpertFormat(layout.format):
+        raise ValueError(f"no grouped GEMM on a CUDA device for {layout.kind}")
     if layout.format == "nvfp4" and x.dtype != torch.bfloat16:
         raise ValueError(f"x must be torch.bfloat16 for nvfp4 on a CUDA device, not {x.dtype}")
     if mid is None:
@@ -150,8 +154,8 @@ def _expect_rows(
 ) -> None:
     tokens, k = weights.shape
     dtypes = _DTYPES.get(layout.format)
-    if dtypes is None:
-        raise ValueError(f"no grouped GEMM for expert format {layout.format!r}")
+    if dtypes is None or layout.kind.quantised_inputs:
+        raise ValueError(f"no grouped GEMM for {layout.kind}")
     dtype = x.dtype if x.dtype in dtypes else dtypes[0]
     _expect("x", x, (tokens, layout.hidden), dtype)
     _expect("weights", weights, (tokens, k), torch.float32)

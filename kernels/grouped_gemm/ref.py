@@ -12,32 +12,60 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from kernels.formats import RecordLayout
+from kernels.formats import QUANTISED, RecordLayout
 from kernels.moe_align import Alignment, Blocks
-from kernels.quant import Nvfp4, dequant
+from kernels.quant import Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4, dequant
+
+SWIGLU_ALPHA = 1.702
+"""Of the clamped SwiGLU's sigmoid."""
 
 
 def matrices(record: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up [2I, H] and down [H, I] of a `record` [record_nbytes] uint8; unquantised ones are views of it."""
-    if layout.format != "nvfp4":
+    if layout.format not in QUANTISED:
         return _field(record, layout, "gate_up", dtype), _field(record, layout, "down", dtype)
-    gate, up = _nvfp4(record, layout, "gate_up")
-    (down,) = _nvfp4(record, layout, "down")
-    return torch.cat([gate, up]).to(dtype), down.to(dtype)
+    gate, up = (dequant(projection(record, layout, "gate_up", part)) for part in range(2))
+    return torch.cat([gate, up]).to(dtype), dequant(projection(record, layout, "down")).to(dtype)
+
+
+def biases(record: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> tuple[torch.Tensor | float, ...]:
+    """gate_up's [2I] and down's [H], 0 where there are none."""
+    if not layout.kind.bias:
+        return 0.0, 0.0
+    return tuple(_field(record, layout, f"{name}_bias", torch.float32).to(dtype) for name in ("gate_up", "down"))
+
+
+def activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """silu(gate) * up, or with a limit gpt-oss' clamped SwiGLU (transformers, modeling_gpt_oss.py)."""
+    if limit is None:
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+def projection(record: torch.Tensor, layout: RecordLayout, name: str, part: int = 0) -> Matrix:
+    """Of field `name`: "gate_up", of which `part` 0 is gate and 1 is up, or "down"."""
+    parts = 2 if name == "gate_up" else 1
+
+    def field(suffix: str, dtype: torch.dtype) -> torch.Tensor:
+        return _field(record, layout, name + suffix, dtype).chunk(parts)[part]
+
+    match layout.format:
+        case "nvfp4":
+            scales = field("_scale", torch.float8_e4m3fn)
+            return Nvfp4(field("", torch.uint8), scales, field("_global", torch.float32)[0])
+        case "mxfp4":
+            return Mxfp4(field("", torch.uint8), field("_scale", torch.uint8))
+        case "fp8_block":
+            return Fp8Block(field("", torch.float8_e4m3fn), field("_scale", torch.float32), layout.kind.block)
+        case "fp8_tensor":
+            return Fp8Tensor(field("", torch.float8_e4m3fn), field("_scale", torch.float32)[0])
+    raise ValueError(f"{layout.format} experts are not quantised")
 
 
 def _field(record: torch.Tensor, layout: RecordLayout, name: str, dtype: torch.dtype) -> torch.Tensor:
     field = layout.field(name)
     return record[field.offset : field.offset + field.nbytes].view(dtype).view(field.shape)
-
-
-def _nvfp4(record: torch.Tensor, layout: RecordLayout, name: str) -> list[torch.Tensor]:
-    """The projections of a matrix, float64, each under its own global."""
-    codes = _field(record, layout, name, torch.uint8)
-    scales = _field(record, layout, f"{name}_scale", torch.float8_e4m3fn)
-    factors = _field(record, layout, f"{name}_global", torch.float32)
-    parts = zip(codes.chunk(len(factors)), scales.chunk(len(factors)), factors, strict=True)
-    return [dequant(Nvfp4(*part)) for part in parts]
 
 
 def grouped_gemm(
@@ -59,8 +87,10 @@ def grouped_gemm(
         if rows.shape[0] == 0:
             continue
         gate_up_matrix, down_matrix = matrices(pool[slot], layout, x.dtype)
-        gate, up = functional.linear(x[rows // k], gate_up_matrix).chunk(2, dim=-1)
-        out = functional.linear(functional.silu(gate) * up, down_matrix)
+        gate_up_bias, down_bias = biases(pool[slot], layout, x.dtype)
+        gate, up = (functional.linear(x[rows // k], gate_up_matrix) + gate_up_bias).chunk(2, dim=-1)
+        hidden = activation(gate, up, layout.kind.swiglu_limit)
+        out = functional.linear(hidden, down_matrix) + down_bias
         out_rows[rows] = (out * row_weights[rows]).to(out_rows.dtype)
 
 

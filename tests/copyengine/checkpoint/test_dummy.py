@@ -3,6 +3,7 @@
 import os
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,12 +12,16 @@ from numpy.typing import NDArray
 from copyengine.checkpoint import dummy
 from copyengine.checkpoint.dummy import CONSTANT, fill_dummy_experts
 from copyengine.wire.errors import RequestRefused
-from kernels.formats import FORMATS, RecordLayout, layout
+from kernels.formats import FORMATS, ExpertFormat, RecordLayout, layout
 from kernels.grouped_gemm.ref import matrices
 
-HIDDEN, INTERMEDIATE = 64, 48
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "nvfp4": torch.float32, "float32": torch.float32}
+HIDDEN, INTERMEDIATE = 64, 96
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Banks = list[NDArray[np.uint8]]
+
+
+def kind_of(format_name: str) -> ExpertFormat:
+    return ExpertFormat(format_name, block=(5, 7) if format_name == "fp8_block" else (0, 0))
 
 
 def filled(record: RecordLayout, layers: int, experts: int, seed: int = 3) -> Banks:
@@ -30,7 +35,7 @@ def filled(record: RecordLayout, layers: int, experts: int, seed: int = 3) -> Ba
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(("layers", "experts"), [(0, 3), (1, 1), (1, 5), (3, 129)])
 def test_one_layer_is_drawn_and_the_others_are_its_copies(format_name: str, layers: int, experts: int) -> None:
-    record = layout(format_name, HIDDEN, INTERMEDIATE)
+    record = layout(kind_of(format_name), HIDDEN, INTERMEDIATE)
     banks = filled(record, layers, experts)
     assert all(np.array_equal(bank, banks[0]) for bank in banks)
     if layers:
@@ -40,7 +45,7 @@ def test_one_layer_is_drawn_and_the_others_are_its_copies(format_name: str, laye
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_the_seed_alone_decides(format_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of threads and the size of the pieces."""
-    record = layout(format_name, HIDDEN, INTERMEDIATE)
+    record = layout(kind_of(format_name), HIDDEN, INTERMEDIATE)
     first = filled(record, 2, 7)
     assert not np.array_equal(filled(record, 1, 7, seed=4)[0], first[0])
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -51,9 +56,9 @@ def test_the_seed_alone_decides(format_name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_the_size_of_the_elements(format_name: str) -> None:
     """1/sqrt(fan-in) for each projection, of what the reference grouped GEMM reads; nothing into CONSTANT."""
-    record = layout(format_name, HIDDEN, INTERMEDIATE)
+    record = layout(kind_of(format_name), HIDDEN, INTERMEDIATE)
     (bank,) = filled(record, 1, 128)
-    parts = [matrices(row, record, DTYPES[format_name]) for row in torch.from_numpy(bank)]
+    parts = [matrices(row, record, DTYPES.get(format_name, torch.float32)) for row in torch.from_numpy(bank)]
     gate_up = torch.stack([part[0] for part in parts]).float()
     down = torch.stack([part[1] for part in parts]).float()
     assert not down[:, CONSTANT].any()
@@ -72,6 +77,21 @@ def test_nvfp4_has_every_code_and_finite_scales() -> None:
         assert values.min() == 0.5 and values.max() == 1.875
         factors = factors.view("<f4")
         assert np.isfinite(factors).all() and (factors > 0).all() and len(np.unique(factors)) == factors.size
+
+
+@pytest.mark.parametrize("format_name", ["fp8_block", "fp8_tensor", "mxfp4"])
+def test_other_codes_and_scales_are_numbers(format_name: str) -> None:
+    """Decoded by the reference: everything finite, no scale 0, and biases where there are any, but for CONSTANT's."""
+    record = layout(msgspec.structs.replace(kind_of(format_name), bias=True), HIDDEN, INTERMEDIATE)
+    (bank,) = filled(record, 1, 16)
+    for row in torch.from_numpy(bank):
+        assert all(torch.isfinite(matrix).all() for matrix in matrices(row, record, torch.float32))
+    for name in ("gate_up", "down"):
+        scales = _bytes_of(bank, record, f"{name}_scale")
+        assert (scales > 100).all() if format_name == "mxfp4" else (scales.view("<f4") > 0).all()
+        bias = _bytes_of(bank, record, f"{name}_bias").view("<f4")
+        assert bias.any() and np.abs(bias).max() < 1
+    assert not bias[:, CONSTANT].any()
 
 
 def _bytes_of(bank: NDArray[np.uint8], record: RecordLayout, name: str) -> NDArray[np.uint8]:
