@@ -21,6 +21,7 @@ class Load(Struct, frozen=True, tag=True):
     page_tokens: int = 16  # tokens in a KV page
     max_step_tokens: int = 4096  # T of the largest step that will be sent
     max_running: int = 1  # sequences of the largest decode step that will be sent
+    state_slots: int = 0  # recurrent states to keep: of sequences that run, and snapshots; 0: auto
     vram_reserve_nbytes: int = 0  # of a GPU, to stay free, contexts included; 0: auto
     load_format: Literal["auto", "dummy"] = "auto"
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
@@ -65,6 +66,11 @@ class SequenceStep(Struct, frozen=True):
 
     `pages` are the KV pages that hold positions 0 .. start + len(tokens) - 1, in order; the worker keeps no page
     table of its own. `sample` is None for a chunk that does not reach the prompt's end.
+
+    Of a model with recurrent state, `state` is the state slot that this sequence owns. The step goes on from what is in
+    it, or from the content of slot `restore`, which is copied into it first; at `start` 0 from zeros. Once the first
+    `position` tokens of the sequence are in, start < position <= start + len(tokens), the state is copied into `slot`
+    for each (position, slot) of `snapshots`. Of a model without, these are -1, -1 and empty.
     """
 
     sequence: int
@@ -72,6 +78,9 @@ class SequenceStep(Struct, frozen=True):
     start: int  # position of tokens[0]
     pages: list[int]
     sample: Sampling | None = None
+    state: int = -1
+    restore: int = -1
+    snapshots: list[tuple[int, int]] = []  # (position, slot)
 
 
 class RunStep(Struct, frozen=True, tag=True):
@@ -137,6 +146,8 @@ class Loaded(Struct, frozen=True, tag=True):
     dense_nbytes: int
     copy_engine: str  # "process" or "thread"
     load_s: float
+    state_slots: int = 0  # recurrent states that can be kept; 0: the model has none
+    state_nbytes: int = 0  # of all of them
 
 
 class ExpertStats(Struct, frozen=True):

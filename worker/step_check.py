@@ -10,10 +10,13 @@ from worker.kv import KvCache
 from worker.protocol import MAX_LOGPROBS, Changes, Mode, RunStep, Sampling, SequenceStep
 
 
-def check_step(step: RunStep, spec: ModelSpec, kv: KvCache) -> None:
-    """RequestRefused("invalid_request") unless every token, position, page and setting of the step is possible."""
+def check_step(step: RunStep, spec: ModelSpec, kv: KvCache, state_slots: int = 0) -> None:
+    """RequestRefused("invalid_request") unless every token, position, page, state and setting of the step is possible.
+
+    `state_slots` are the recurrent states that there is room for; 0 of a model that has none.
+    """
     for sequence in step.sequences:
-        why = _fault(sequence, step.mode, spec, kv)
+        why = _fault(sequence, step.mode, spec, kv) or _state_fault(sequence, state_slots)
         if why:
             raise RequestRefused("invalid_request", f"sequence {sequence.sequence}: {why}")
     if len({sequence.sequence for sequence in step.sequences}) < len(step.sequences):
@@ -21,6 +24,17 @@ def check_step(step: RunStep, spec: ModelSpec, kv: KvCache) -> None:
     written = [page for sequence in step.sequences for page in sequence.pages[sequence.start // kv.page_tokens :]]
     if len(set(written)) < len(written):
         raise RequestRefused("invalid_request", "two sequences would write to the same KV page")
+    if state_slots:
+        _check_states(step.sequences)
+
+
+def _check_states(sequences: list[SequenceStep]) -> None:
+    """RequestRefused unless each state slot is written once, and none is that another sequence starts from."""
+    written = [slot for sequence in sequences for slot in (sequence.state, *(slot for _, slot in sequence.snapshots))]
+    if len(set(written)) < len(written):
+        raise RequestRefused("invalid_request", "a state slot would be written twice")
+    if not {sequence.restore for sequence in sequences}.isdisjoint(written):
+        raise RequestRefused("invalid_request", "a state would be restored from a slot that the step writes")
 
 
 def _fault(sequence: SequenceStep, mode: Mode, spec: ModelSpec, kv: KvCache) -> str | None:
@@ -40,6 +54,24 @@ def _fault(sequence: SequenceStep, mode: Mode, spec: ModelSpec, kv: KvCache) -> 
     if len(set(sequence.pages)) < len(sequence.pages):
         return "a KV page appears twice"
     return None if sequence.sample is None else _sampling_fault(sequence.sample, spec.vocab_size)
+
+
+def _state_fault(sequence: SequenceStep, state_slots: int) -> str | None:
+    """What is wrong with the recurrent states that one sequence names, or None."""
+    if not state_slots:
+        named = sequence.state != -1 or sequence.restore != -1 or sequence.snapshots
+        return "this model has no recurrent state, so none can be named" if named else None
+    read = [] if sequence.restore == -1 else [sequence.restore]
+    slots = [sequence.state, *read, *(slot for _, slot in sequence.snapshots)]
+    if not 0 <= min(slots) <= max(slots) < state_slots:
+        return f"state slots must be in 0 .. {state_slots - 1}, not {slots}"
+    if read and sequence.start == 0:
+        return "a sequence starts from zeros, so that nothing can be restored at position 0"
+    end = sequence.start + len(sequence.tokens)
+    for position, _ in sequence.snapshots:
+        if not sequence.start < position <= end:
+            return f"a snapshot must be at positions {sequence.start + 1} .. {end}, not {position}"
+    return None
 
 
 def _sampling_fault(sampling: Sampling, vocab_size: int) -> str | None:
