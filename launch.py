@@ -211,6 +211,8 @@ def wanted(config: LaunchConfig) -> Wanted:
         max_step_tokens=config.chunked_prefill_size,
         max_running=config.max_running_requests,
         vram_reserve_nbytes=0 if config.vram_reserve_bytes == "auto" else config.vram_reserve_bytes,
+        embedding_placement=config.token_embedding_placement,
+        kv_placement=config.kv_placement,
         workers=config.workers,
     )
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from copyengine.budget import MemoryPlacement
 from copyengine.protocol import LoadFormat
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
@@ -61,6 +62,16 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         AutoOr | Annotated[int, Meta(ge=1, le=MOST_BYTES)],
         Meta(description="bytes of each GPU to leave free for contexts, libraries, kernels and graphs; auto is 2 GiB"),
     ] = "auto"
+    token_embedding_placement: Annotated[
+        MemoryPlacement,
+        Meta(
+            description="where the token embedding lies; host: in pinned memory that the GPU reads a step's rows from"
+        ),
+    ] = "device"
+    kv_placement: Annotated[
+        MemoryPlacement,
+        Meta(description="where the KV pages lie; host: in pinned memory that the GPU reads and writes over its link"),
+    ] = "device"
     disable_prefix_cache: Annotated[
         bool,
         Meta(

@@ -18,13 +18,15 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str)
     age_s = time.time() - psutil.Process().create_time()
     shares = "; slots and KV are each one's, the experts are shared" if int(facts["workers"]) > 1 else ""
     weights = "; random weights: the text means nothing" if model.random_weights else ""
+    kv_where = " of pinned host memory" if placement.gpus and facts["kv_placement"] == "host" else ""
     lines = {
         "endpoint": endpoint,
         "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
         "workers": f"{facts['workers']} on {facts['device']}{shares}",
         "device": f"{placement.device}, {placement.reason}",
         **expert_lines(placement, facts),
-        "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}; one request may take {facts['max_model_len']}",
+        "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}{kv_where}; one request may take "
+        f"{facts['max_model_len']}",
         "event loop": facts["event_loop"],
         "try": _client_command(endpoint),
     }

@@ -33,6 +33,8 @@ FLAGS = {
     "--max-model-len": 0,
     "--kv-tokens": "auto",
     "--vram-reserve-bytes": "auto",
+    "--token-embedding-placement": "device",
+    "--kv-placement": "device",
     "--disable-prefix-cache": False,
     "--dtype": "auto",
     "--load-format": "auto",
@@ -122,6 +124,8 @@ def free_host_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     [
         ([], Wanted(max_running=16)),
         (["--slots", "7", "--kv-tokens", "99", "--demand-tokens", "0"], Wanted(7, 99, False, max_running=16)),
+        (["--kv-placement", "host"], Wanted(max_running=16, kv_placement="host")),
+        (["--token-embedding-placement", "host"], Wanted(max_running=16, embedding_placement="host")),
         (["--chunked-prefill-size", "5", "--max-running-requests", "3"], Wanted(max_step_tokens=5, max_running=3)),
         (
             ["--vram-reserve-bytes", "3000000000", "--workers", "2"],
@@ -148,8 +152,8 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 FACTS: dict[str, Any] = {
     "model": "m", "workers": 2, "device": "cuda:0 NVIDIA H200, cuda:1 NVIDIA H200", "dtype": "bfloat16",
     "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 1,
-    "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "max_model_len": 16, "demand_tokens": 512,
-    "copy_engine": "thread", "event_loop": "uvloop",
+    "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host", "max_model_len": 16,
+    "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop",
 }  # fmt: skip
 
 
@@ -160,6 +164,7 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
         "2 on cuda:0 NVIDIA H200, cuda:1 NVIDIA H200",
         "cuda, --device auto: a GPU was found",
         "pinned memory, copied by a thread: GPU 0 cannot share its memory",
+        "16 tokens, 0.0 MB of pinned host memory; one request may take 16",
         "random weights",
     ):
         assert words in block, block

@@ -12,6 +12,7 @@ from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Attach, Dtype
 from kernels.formats import RecordLayout
 from worker.geometry import SlotGeometry
+from worker.host_memory import HostMemory
 from worker.kv import KvCache
 from worker.model.moe import Experts
 from worker.model.stack import Decoder
@@ -97,6 +98,10 @@ class Backend(Protocol):
 
     def make_slots(self, order: PoolOrder) -> tuple[Slots, Experts]:
         """An empty pool, and the experts that come through it. ConfigError if there is too little memory."""
+        ...
+
+    def allocate_host(self, nbytes: int) -> HostMemory:
+        """Zeroed host memory that the device reads and writes in place, until `close`. ConfigError."""
         ...
 
     def synchronize(self) -> None:

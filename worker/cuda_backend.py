@@ -7,13 +7,14 @@ import psutil
 import torch
 
 from copyengine.budget import Budget, Wanted
-from copyengine.device.cuda_worker import CudaWorkerDevice
+from copyengine.device.cuda_worker import CudaWorkerDevice, MappedHostMemory
 from copyengine.model_spec import ModelSpec
 from copyengine.planning import FreeGpu, Plan
 from copyengine.protocol import Dtype
 from worker.backend import PoolOrder, Rehearsal
 from worker.decode_graphs import DecodeGraphs
 from worker.device_slots import DeviceSlots
+from worker.host_memory import HostMemory
 from worker.model.stack import Decoder
 from worker.rehearsal import rehearse
 from worker.step_device import Allocation
@@ -51,6 +52,7 @@ class CudaBackend:
         torch.cuda.set_stream(torch.cuda.Stream(self.device))
         self.name = f"cuda:{ordinal} {torch.cuda.get_device_name(self.device)}"
         self._driver = CudaWorkerDevice(ordinal, local)
+        self._mapped: list[MappedHostMemory] = []
 
     def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
         """See worker.backend.Backend."""
@@ -75,6 +77,12 @@ class CudaBackend:
         )
         return slots, slots
 
+    def allocate_host(self, nbytes: int) -> HostMemory:
+        """See worker.backend.Backend."""
+        memory = self._driver.allocate_host(nbytes)
+        self._mapped.append(memory)
+        return HostMemory(as_tensor(memory, nbytes), memory.array)
+
     def synchronize(self) -> None:
         """See worker.backend.Backend."""
         torch.cuda.synchronize(self.device)
@@ -88,7 +96,9 @@ class CudaBackend:
         rehearse(rehearsal)
 
     def close(self) -> None:
-        """Give the device back."""
+        """Give the device back, and the host memory that it has mapped."""
+        for memory in self._mapped:
+            memory.close()
         self._driver.close()
 
 
@@ -104,6 +114,8 @@ class _Interface:
         }
 
 
-def as_tensor(memory: Allocation, nbytes: int) -> torch.Tensor:
+def as_tensor(memory: Allocation | MappedHostMemory, nbytes: int) -> torch.Tensor:
     """[nbytes] uint8 at the memory's address. It must not be used after the memory is closed."""
-    return torch.as_tensor(_Interface(memory.address, nbytes), device="cuda")
+    tensor = torch.as_tensor(_Interface(memory.address, nbytes), device="cuda")
+    assert tensor.data_ptr() == memory.address, "torch has copied it"
+    return tensor

@@ -19,6 +19,7 @@ from copyengine.checkpoint.dummy import CONSTANT
 from copyengine.checkpoint.tensors import dense_tensors
 from copyengine.model_spec import ModelSpec, MoeSpec
 from copyengine.protocol import Dtype
+from worker.host_memory import Allocate, zeros_in
 from worker.weights import TORCH_DTYPES
 
 SEED = 20261129
@@ -58,7 +59,11 @@ HEAD_SHARPNESS = 3.0
 
 
 def dummy_dense(
-    spec: ModelSpec, dtype: Dtype, device: torch.device, on_bytes: Callable[[int], None]
+    spec: ModelSpec,
+    dtype: Dtype,
+    device: torch.device,
+    on_bytes: Callable[[int], None],
+    embedding_in: Allocate | None = None,
 ) -> dict[str, torch.Tensor]:
     """All weights outside the experts by canonical name, as `worker.weights.load_dense` gives them.
 
@@ -67,7 +72,10 @@ def dummy_dense(
     drawing = _Drawing(spec, device)
     weights: dict[str, torch.Tensor] = {}
     for name, layer, shape in dense_tensors(spec):
-        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        if name == "embed" and embedding_in is not None:
+            tensor = zeros_in(embedding_in)(shape, TORCH_DTYPES[dtype])
+        else:
+            tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
         drawing.fill(name, layer or 0, tensor)
         weights[name.format(i=layer)] = tensor
         on_bytes(tensor.nbytes)

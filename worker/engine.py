@@ -20,6 +20,7 @@ from worker.dense_steps import DenseSteps
 from worker.dummy import dummy_dense
 from worker.expert_stats import MODES
 from worker.geometry import SlotGeometry
+from worker.host_memory import zeros_in
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.model.moe import Experts
@@ -87,6 +88,8 @@ def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load,
         page_tokens=load.page_tokens,
         max_running=load.max_running,
         vram_reserve_nbytes=load.vram_reserve_nbytes,
+        embedding_placement=load.embedding_placement,
+        kv_placement=load.kv_placement,
     )
     return backend.plan(spec, dtype, record_nbytes, wanted)
 
@@ -190,13 +193,15 @@ def build_runner(
     """
     spec, budget = prepared.model.spec, prepared.budget
     dtype = TORCH_DTYPES[prepared.dtype]
+    embedding_in = backend.allocate_host if load.embedding_placement == "host" else None
     if load.load_format == "dummy":
         progress = _Progress("dense weights", budget.dense_nbytes, on_progress)
-        weights = dummy_dense(spec, prepared.dtype, backend.device, progress.add)
+        weights = dummy_dense(spec, prepared.dtype, backend.device, progress.add, embedding_in)
     else:
         progress = _Progress("dense weights", dense_file_nbytes(prepared.model), on_progress)
-        weights = load_dense(prepared.model, prepared.dtype, backend.device, progress.add)
-    kv = KvCache(spec, budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, backend.device)
+        weights = load_dense(prepared.model, prepared.dtype, backend.device, progress.add, embedding_in)
+    zeros = zeros_in(backend.allocate_host) if load.kv_placement == "host" else None
+    kv = KvCache(spec, budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, backend.device, zeros)
     decoder = build_model(spec, weights, kv, pool.experts if pool else None)
     longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
     table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0

@@ -10,6 +10,7 @@ from copyengine.planning import Plan
 from copyengine.protocol import Dtype
 from worker.backend import PoolOrder, Rehearsal
 from worker.host_experts import HostExperts
+from worker.host_memory import HostMemory
 from worker.host_slots import ExpertSlots
 from worker.model.stack import Decoder
 
@@ -43,6 +44,11 @@ class HostBackend:
             order.on_bytes,
         )
         return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), order.layout, order.geometry.experts)
+
+    def allocate_host(self, nbytes: int) -> HostMemory:
+        """See Backend: memory like any other."""
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        return HostMemory(tensor, tensor.numpy())
 
     def synchronize(self) -> None:
         """See Backend: it is done when it returns."""

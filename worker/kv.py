@@ -6,6 +6,7 @@ import torch
 
 from copyengine.model_spec import ModelSpec
 from kernels.attention import store_kv
+from worker.host_memory import Zeros
 
 
 class KvLayer:
@@ -18,11 +19,12 @@ class KvLayer:
         kv_shapes: Sequence[tuple[int, int]],
         dtype: torch.dtype,
         device: torch.device,
+        zeros: Zeros | None = None,
     ) -> None:
-        """`kv_shapes` are those of keys and of values, as a spec of attention names them."""
-        self.k, self.v = (
-            torch.zeros(num_pages, page_tokens, *shape, dtype=dtype, device=device) for shape in kv_shapes
-        )
+        """`kv_shapes` are those of keys and of values, as a spec of attention names them. `zeros` makes the pages, if
+        they are not to lie in the device's own memory."""
+        make = zeros or (lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device))
+        self.k, self.v = (make((num_pages, page_tokens, *shape), dtype) for shape in kv_shapes)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> None:
         """Stores row i of k, v [T, kv_heads, D] in page `pages[i]` at place `offsets[i]` ([T] int64 each)."""
@@ -33,15 +35,22 @@ class KvCache:
     """The pages of all layers: page p of every layer belongs to the same tokens."""
 
     def __init__(
-        self, spec: ModelSpec, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        zeros: Zeros | None = None,
     ) -> None:
+        """`zeros` as for KvLayer."""
         if num_pages < 1 or page_tokens < 1:
             raise ValueError(f"num_pages ({num_pages}) and page_tokens ({page_tokens}) must be at least 1")
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.device = device
         self.layers = [
-            KvLayer(num_pages, page_tokens, layer.attention.kv_shapes, dtype, device) for layer in spec.layers
+            KvLayer(num_pages, page_tokens, layer.attention.kv_shapes, dtype, device, zeros) for layer in spec.layers
         ]
 
     @property

@@ -23,6 +23,8 @@ class Load(Struct, frozen=True, tag=True):
     max_running: int = 1  # sequences of the largest decode step that will be sent
     state_slots: int = 0  # recurrent states to keep: of sequences that run, and snapshots; 0: auto
     vram_reserve_nbytes: int = 0  # of a GPU, to stay free, contexts included; 0: auto
+    embedding_placement: Literal["device", "host"] = "device"
+    kv_placement: Literal["device", "host"] = "device"
     load_format: Literal["auto", "dummy"] = "auto"
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
     deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up

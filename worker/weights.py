@@ -8,6 +8,7 @@ import torch
 from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.reader import read_dense
 from copyengine.protocol import Dtype
+from worker.host_memory import Allocate, copy_in
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -17,13 +18,24 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 
 
 def load_dense(
-    model: Model, dtype: Dtype, device: torch.device, on_bytes: Callable[[int], None]
+    model: Model,
+    dtype: Dtype,
+    device: torch.device,
+    on_bytes: Callable[[int], None],
+    embedding_in: Allocate | None = None,
 ) -> dict[str, torch.Tensor]:
     """All weights outside the experts, by canonical name, converted to `dtype`; `on_bytes` hears of bytes read.
 
-    Raises ConfigError if a file does not hold what its header says.
+    The token embedding lies in memory of `embedding_in`, if that is given. Raises ConfigError if a file does not hold
+    what its header says.
     """
-    return {name: to_tensor(array, device) for name, array in read_dense(model, dtype, on_bytes)}
+    weights: dict[str, torch.Tensor] = {}
+    for name, array in read_dense(model, dtype, on_bytes):
+        if name == "embed" and embedding_in is not None:
+            weights[name] = copy_in(embedding_in, to_tensor(array, torch.device("cpu")))
+        else:
+            weights[name] = to_tensor(array, device)
+    return weights
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

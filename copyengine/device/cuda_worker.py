@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from copyengine.device import OnBytes
+from copyengine.device import Bytes, OnBytes
 from copyengine.device.cuda_driver import HOST_MAPPED, HOST_PORTABLE, CudaError, Driver, load_driver
 from copyengine.device.cuda_gpu import Gpu, check_ordinal
 from copyengine.device.host import Segment
+from copyengine.device.pinned import PinnedBank, register_pinned
 from copyengine.protocol import MemoryHandle
 from copyengine.sync import YIELD_S, nap
 from copyengine.wire.errors import ConfigError
@@ -28,6 +29,9 @@ WORDS = 1024
 
 WORDS_S = 5.0
 """Seconds that writing or reading words may take."""
+
+TOUCH_THREADS = 8
+"""That take host memory from the system before it is pinned."""
 
 
 class DeviceMemory:
@@ -70,6 +74,28 @@ class MappedRing:
             self._closed = True
             self._gpu.enter()
             self._gpu.driver.unregister_host(self._host)
+
+
+class MappedHostMemory:
+    """Pinned host memory that the device reads and writes where it lies, zeroed; `address` is where the device finds
+    it, `array` [nbytes] uint8 where the processor does."""
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        """CudaError or OSError if it cannot be had."""
+        self._bank: PinnedBank = register_pinned(
+            gpu.driver, gpu.enter, nbytes, TOUCH_THREADS, HOST_MAPPED | HOST_PORTABLE
+        )
+        try:
+            self.address = gpu.driver.device_address(self._bank.address)
+        except CudaError:
+            self._bank.close()
+            raise
+        self.nbytes = nbytes
+        self.array: Bytes = self._bank.array
+
+    def close(self) -> None:
+        """Take the device's access back; arrays that look into it stay valid. A second call does nothing."""
+        self._bank.close()
 
 
 class CudaWorkerDevice:
@@ -124,6 +150,16 @@ class CudaWorkerDevice:
             memory.close()
             raise
         return memory
+
+    def allocate_host(self, nbytes: int) -> MappedHostMemory:
+        """Host memory for the device to read and write in place. ConfigError, naming the settings, if it cannot be."""
+        try:
+            return MappedHostMemory(self._gpu, nbytes)
+        except (CudaError, OSError, MemoryError) as error:
+            raise ConfigError(
+                f"{nbytes} bytes of host memory could not be pinned for GPU {self.link}: {error}; free host memory, or "
+                "use --kv-placement device and --token-embedding-placement device"
+            ) from None
 
     def map_ring(self, ring: Segment) -> MappedRing:
         """Let the device write `ring`. CudaError if that cannot be."""

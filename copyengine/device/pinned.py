@@ -13,7 +13,7 @@ import numpy as np
 
 from copyengine.checkpoint.parallel import run_all
 from copyengine.device import Bytes
-from copyengine.device.cuda_driver import Driver
+from copyengine.device.cuda_driver import HOST_PORTABLE, Driver
 
 TOUCH_NBYTES = 64 << 20
 """What one thread takes from the system at a time."""
@@ -37,7 +37,9 @@ class PinnedBank:
         free()
 
 
-def register_pinned(driver: Driver, enter: Callable[[], None], nbytes: int, threads: int) -> PinnedBank:
+def register_pinned(
+    driver: Driver, enter: Callable[[], None], nbytes: int, threads: int, flags: int = HOST_PORTABLE
+) -> PinnedBank:
     """From the system, by `threads` threads, then registered in the context that `enter` makes its caller's.
 
     Whatever thread closes the bank enters it as well. CudaError, OSError if there is not that much.
@@ -49,7 +51,7 @@ def register_pinned(driver: Driver, enter: Callable[[], None], nbytes: int, thre
     run_all([partial(part.fill, 0) for part in parts], threads, "bank-pages")
     address = pages.ctypes.data
     enter()
-    driver.register_host(address, whole)
+    driver.register_host(address, whole, flags)
     return PinnedBank(address, nbytes, pages[:nbytes], partial(_free_in, enter, driver.unregister_host, address))
 
 

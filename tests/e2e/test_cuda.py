@@ -85,6 +85,19 @@ def test_greedy_text_is_the_cpus(copy_engine: str) -> None:
         assert f"copied by a {copy_engine}" in engine.text() and "cuda:0" in engine.text()
 
 
+def test_memory_placements_do_not_change_the_text(flash_next: Path) -> None:
+    """Token embedding and KV pages in host memory, one and both; all of it is given back."""
+    asked, ram = prompts(4096, (PROMPT_TOKENS, 300, 100)), psutil.virtual_memory().available
+    texts, flags = [], ("--model", str(flash_next), "--load-format", "dummy", "--slots", "600")
+    host_embedding, host_kv = ("--token-embedding-placement", "host"), ("--kv-placement", "host")
+    for placed in ((), host_embedding, host_kv, (*host_embedding, *host_kv)):
+        with running(*CUDA, *flags, *placed) as engine:
+            texts.append([greedy(engine, [prompt])[0] for prompt in asked])
+            assert ("of pinned host memory; one request" in engine.text()) == ("--kv-placement" in placed)
+    assert texts == [texts[0]] * 4
+    assert psutil.virtual_memory().available > ram - (1 << 30)
+
+
 def test_thresholds_do_not_change_the_text(flash_next: Path) -> None:
     """NVFP4 experts in Flash-Next's geometry, of which a sixth fits in the pool."""
     asked = prompts(4096, (PROMPT_TOKENS, 300, 100))

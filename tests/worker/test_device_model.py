@@ -12,13 +12,16 @@ import torch
 
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.device.cuda_worker import CudaWorkerDevice, MappedHostMemory
 from copyengine.protocol import Dtype
 from kernels.formats import layout
 from tests.worker.device_rig import Rig, on_gpu, rig_on
 from tests.worker.resident_experts import read_banks, resident_runner
 from worker.backend import Rehearsal
+from worker.cuda_backend import as_tensor
 from worker.decode_graphs import DecodeGraphs
 from worker.geometry import SlotGeometry
+from worker.host_memory import HostMemory, zeros_in
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.protocol import Changes, Mode, RunStep, Sampling, SequenceStep
@@ -59,7 +62,10 @@ class Device:
 
 
 @contextmanager
-def device_model(directory: str, dtype: Dtype, slots: int = 20, graphs: bool = False) -> Iterator[Device]:
+def device_model(
+    directory: str, dtype: Dtype, slots: int = 20, graphs: bool = False, in_host_memory: bool = False
+) -> Iterator[Device]:
+    """`in_host_memory`: the token embedding and the KV pages are, pinned."""
     checkpoint = open_model(directory)
     spec, moe = checkpoint.spec, checkpoint.spec.moe
     assert moe is not None
@@ -68,11 +74,23 @@ def device_model(directory: str, dtype: Dtype, slots: int = 20, graphs: bool = F
     place = on_gpu()
     with rig_on(place, geometry, record, list(read_banks(checkpoint, record))) as rig:
         kind, where = TORCH_DTYPES[dtype], place.torch_device
-        kv = KvCache(spec, 64, PAGE_TOKENS, kind, where)
-        model = build_model(spec, load_dense(checkpoint, dtype, where, lambda _: None), kv, rig.slots)
+        mapped: list[MappedHostMemory] = []
+
+        def allocate_host(nbytes: int) -> HostMemory:
+            assert isinstance(place.device, CudaWorkerDevice)
+            mapped.append(place.device.allocate_host(nbytes))
+            return HostMemory(as_tensor(mapped[-1], nbytes), mapped[-1].array)
+
+        allocate = allocate_host if in_host_memory else None
+        kv = KvCache(spec, 64, PAGE_TOKENS, kind, where, zeros_in(allocate) if allocate else None)
+        weights = load_dense(checkpoint, dtype, where, lambda _: None, allocate)
+        model = build_model(spec, weights, kv, rig.slots)
         by_graph = DecodeGraphs(model, where, 8) if graphs else None
         load_kernels(Rehearsal(spec, model, kv, rig.slots, 8, LONGEST, 8))
         yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph), kv, by_graph)
+        torch.cuda.synchronize()
+        for memory in mapped:
+            memory.close()
     place.close()
 
 
@@ -159,6 +177,31 @@ def decode_rows(last: Sequence[int], starts: Sequence[int], pages: Sequence[list
         SequenceStep(s, [last[s]], start, pages[s][: start // PAGE_TOKENS + 1], (GREEDY, WARM, ASKING)[s % 3])
         for s, start in enumerate(starts)
     ]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_kv_and_embedding_in_host_memory_give_the_same_bits(directory: str, graphs: bool) -> None:
+    """Prefill on demand and streamed, over a cached prefix, then decode of two sequences, eager and by graph: tokens,
+    and the KV that is written, against the same in device memory; no graph is missing."""
+    seen: list[list[object]] = []
+    pages_of: list[list[torch.Tensor]] = []
+    for in_host_memory in (False, True):
+        with device_model(directory, "bfloat16", graphs=graphs, in_host_memory=in_host_memory) as device:
+            pages = [list(range(7)), list(range(8, 15))]
+            text = prompt(70, 4)
+            last = [device.prefill(0, text[:33], pages[0][:3], "streamed"), device.prefill(1, text, pages[1][:5])]
+            step = RunStep("demand", [SequenceStep(0, text[33:], 33, pages[0][:5], GREEDY)])
+            last[0] = device.runner.run(step).tokens[0]
+            told: list[object] = [list(last)]
+            for i in range(20):
+                done = device.runner.run(RunStep("decode", decode_rows(last, [70 + i] * 2, pages)))
+                last = done.tokens
+                told.append(done.tokens)
+            seen.append(told)
+            pages_of.append([each.cpu() for layer in device.kv.layers for each in (layer.k, layer.v)])
+            assert device.graphs is None or device.graphs.sizes == [2]
+    assert seen[0] == seen[1]
+    assert all(torch.equal(a, b) for a, b in zip(*pages_of, strict=True))
 
 
 def test_nothing_in_a_step_waits_for_the_device(directory: str) -> None:

@@ -131,6 +131,7 @@ class FakeCuda:
         self.events = itertools.count(1)
         self.happened: set[int] = set()
         self.opened: Counter[int] = Counter()
+        self.registered: dict[int, int] = {}  # flags of registered host memory, by address
         self.CUresult = CUresult
         self.CUipcMemHandle = CUipcMemHandle
         self.CUdeviceptr = lambda address: SimpleNamespace(address=address)
@@ -241,6 +242,7 @@ class FakeCuda:
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         self._gpu()
         self.live["registration"] += 1
+        self.registered[address] = flags
         return (OK if flags & 1 and not address % 4096 and not nbytes % 4096 else INVALID,)
 
     def cuMemHostUnregister(self, address: int) -> Any:
@@ -249,6 +251,8 @@ class FakeCuda:
         return (OK,)
 
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> Any:
+        if not self.registered.get(address, 0) & 2:
+            return INVALID, None
         return OK, address + 0x1000
 
     def cuMemGetAddressRange(self, address: int) -> Any:

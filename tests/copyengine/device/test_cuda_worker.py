@@ -131,3 +131,24 @@ def test_a_ring_is_mapped_in_whole_pages(cuda: FakeCuda, nbytes: int) -> None:
     ring.close()
     device.close()
     assert not +cuda.live
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 70_000])
+def test_host_memory_is_pinned_for_the_device_zeroed_and_let_go(cuda: FakeCuda, nbytes: int) -> None:
+    """The fake driver finds host memory 0x1000 further on than the processor, as MAPPED memory alone."""
+    device = CudaWorkerDevice(1, False, cuda.driver())
+    before = +cuda.live
+    memory = device.allocate_host(nbytes)
+    assert memory.address == memory.array.ctypes.data + 0x1000
+    assert memory.array.shape == (nbytes,) and not memory.array.any()
+    memory.array[:] = 7
+    memory.close()
+    memory.close()
+    assert +cuda.live == before
+    for call in ("cuMemHostRegister", "cuMemHostGetDevicePointer"):
+        cuda.fails[call] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        with pytest.raises(ConfigError, match=f"{nbytes} bytes .*{call}.*--kv-placement device"):
+            device.allocate_host(nbytes)
+        assert +cuda.live == before
+    device.close()
+    assert not +cuda.live
