@@ -5,7 +5,8 @@ submit ─> waiting ─(a running place, pages)─> running ─> plan() ─RunSt
              ^────────────(preempted)────────────┘
 ```
 At most one step is out at a time. A request that ends while the step is out keeps its pages until the step is back:
-the worker still writes into them.
+the worker still writes into them. Of a model with recurrent state a request has a state slot as long as it has pages,
+and a snapshot counts from when its step is back without an error (`own_state.py`).
 
 A request takes pages for what the next step computes. When none can be had, not even by evicting cached ones that no
 request holds, the youngest running request is preempted: it gives its pages back and waits at its place in the order of
@@ -29,7 +30,7 @@ from scheduler.policy import StepKind, Turn, after, next_kind
 from scheduler.protocol import Failed, Finished, ModeCounters, Tokens
 from scheduler.request import Request
 from scheduler.traffic import plus, split_stats
-from worker.protocol import Mode, RunStep, StepDone
+from worker.protocol import Mode, RunStep, SequenceStep, StepDone
 
 BAD_LOGITS = Failed(
     "bad_logits",
@@ -47,6 +48,8 @@ class CoreLimits(Struct, frozen=True):
     demand_tokens: int  # 0 for a dense model
     chunk_tokens: int
     prefix_cache: bool = True
+    state_slots: int = 0  # at least max_running; 0: the model has no recurrent state
+    state_nbytes: int = 0  # of all of them
 
 
 class Reply(Struct, frozen=True):
@@ -60,7 +63,7 @@ class Core:
     """Requests of one worker: who waits, who runs, which pages they have, which step is out."""
 
     def __init__(self, limits: CoreLimits) -> None:
-        self.pages = KvPages(limits.pages, limits.page_tokens, limits.prefix_cache)
+        self.pages = KvPages(limits.pages, limits.page_tokens, limits.prefix_cache, limits.state_slots)
         self.preempted = 0  # times that a request was
         self.cached_tokens = 0  # of prompts, never computed
         self.counters: dict[Mode, ModeCounters] = {
@@ -108,6 +111,8 @@ class Core:
         if self._waiting or not self._fits(request):
             return answers
         places = self.places - len(self._running) - len(self._held)
+        if self.pages.states.total:
+            places = min(places, self.pages.states.available)
         room = self._room() - self.pages.cost(request.tokens)
         fit = 1 + max(0, room) // self.pages.cost_of_another(request.tokens)
         return answers - max(0, min(answers, places, fit))
@@ -150,8 +155,7 @@ class Core:
         self._out_mode = "decode"
         if kind != "decode":
             self._out_mode = prefill_mode(sum(count for _, count in self._out), self._limits.demand_tokens)
-        sequences = [request.part(count, self._limits.page_tokens, now_s) for request, count in self._out]
-        return RunStep(mode=self._out_mode, sequences=sequences)
+        return RunStep(mode=self._out_mode, sequences=[self._part(*part, now_s) for part in self._out])
 
     def apply(self, done: StepDone, now_s: float) -> list[Reply]:
         """The step is back: what the clients of its requests are to get, in the step's order."""
@@ -173,6 +177,7 @@ class Core:
             request.took_part(count, mode, share)
             if mode != "decode":
                 self.pages.publish(request.kv, request.tokens, request.computed)
+            self.pages.settle(request.kv, request.tokens)
             if not request.draws(0):
                 continue
             tokens, reason = request.take_token(token, now_s, told)
@@ -180,7 +185,8 @@ class Core:
             if reason:
                 replies.append(Reply(request, request.finished(reason, now_s)))
                 self._end(request)
-        if mode != "decode" or any(request.phase == "ended" for request, _ in out):  # else there is no more room
+        ended = any(request.phase == "ended" for request, _ in out)
+        if ended or mode != "decode" or self.pages.states.total:  # else there is no more room
             self._admit()
         return replies
 
@@ -234,6 +240,10 @@ class Core:
         counts = cut_chunks([request.pending for request in chosen], limits.demand_tokens, limits.chunk_tokens)
         return kind, list(zip(chosen, counts, strict=False))
 
+    def _part(self, request: Request, count: int, now_s: float) -> SequenceStep:
+        moves = self.pages.moves(request.kv, request.computed, request.computed + count, request.prompt_tokens)
+        return request.part(count, self._limits.page_tokens, now_s, moves)
+
     def _prefilling(self) -> tuple[list[Request], list[Request]]:
         """Who is short, in the order of becoming so, and who is long, in the order of arrival.
 
@@ -273,7 +283,7 @@ class Core:
     def _fits(self, request: Request) -> bool:
         """Whether there is a place and pages for all its tokens, when each running request has what is left of its own
         prompt, and a page in any case."""
-        if len(self._running) >= self._limits.max_running:
+        if len(self._running) >= self._limits.max_running or not self.pages.room_for_state:
             return False
         return not self._running or self.pages.cost(request.tokens) <= self._room()
 
@@ -286,7 +296,7 @@ class Core:
         """First come, first served: the head of the queue waits for its pages, and everybody behind it too."""
         while self._waiting and self._fits(self._waiting[0]):
             request = self._waiting.popleft()
-            request.admit(self.pages.open())
+            request.admit(self.pages.open(request.tokens))
             self._reuse(request)
             self._running.append(request)
 

@@ -1,12 +1,15 @@
 """KV pages: who has which. Pure.
 
 Every page is on the free list, in the prefix cache, or one request's own. A request's pages are a run of cached ones,
-which it may share with others and holds in the cache, and behind them its own.
+which it may share with others and holds in the cache, and behind them its own. Of a model with recurrent state it has a
+state slot too, and takes cached pages only as far as there is a snapshot to go on from.
 """
 
 from collections.abc import Sequence
 
+from scheduler.own_state import STATELESS, Moves, OwnState, snapshot_positions
 from scheduler.prefix_cache import Node, PrefixCache
+from scheduler.state_slots import StateSlots
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -46,21 +49,26 @@ class PageAllocator:
 
 
 class Holding:
-    """The KV of one request: `pages` in the order of positions, of which the first `cached.depth` are in the cache."""
+    """The KV of one request: `pages` in the order of positions, of which the first `cached.depth` are in the cache.
 
-    __slots__ = ("cached", "pages")
+    `state` is None if the model has no recurrent one.
+    """
 
-    def __init__(self, root: Node) -> None:
+    __slots__ = ("cached", "pages", "state")
+
+    def __init__(self, root: Node, state: OwnState | None = None) -> None:
         self.pages: list[int] = []
         self.cached = root
+        self.state = state
 
 
 class KvPages:
-    """All KV pages of one worker, and the prefix cache in them. Without `reuse` nothing is cached."""
+    """All KV pages and state slots of one worker, and the prefix cache in them. Without `reuse` nothing is cached."""
 
-    def __init__(self, total: int, page_tokens: int, reuse: bool) -> None:
+    def __init__(self, total: int, page_tokens: int, reuse: bool, state_slots: int = 0) -> None:
+        self.states = StateSlots(state_slots)
         self._allocator = PageAllocator(total)
-        self._cache = PrefixCache(page_tokens)
+        self._cache = PrefixCache(page_tokens, self.states)
         self._page_tokens = page_tokens
         self._reuse = reuse
 
@@ -89,20 +97,30 @@ class KvPages:
         """Pages that can be had: free ones, and cached ones that nobody holds."""
         return self.free + self._cache.evictable
 
-    def open(self) -> Holding:
-        """For a request that has nothing yet."""
-        return Holding(self._cache.root)
+    @property
+    def room_for_state(self) -> bool:
+        """Whether a request can be opened, for all that its state takes."""
+        return not self.states.total or self.states.available > 0
+
+    def open(self, tokens: Sequence[int] = ()) -> Holding:
+        """For a request for `tokens` that has nothing yet: with what is cached of them. There must be room for its
+        state."""
+        kv = Holding(self._cache.root, OwnState(self.states) if self.states.total else None)
+        self.reuse(kv, tokens)
+        if kv.state:
+            kv.state.open()
+        return kv
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """Tokens at the beginning of `tokens` whose KV is cached."""
-        return self._cache.longest(tokens).depth * self._page_tokens
+        """Tokens at the beginning of `tokens` that are cached so that a request can go on behind them."""
+        return self._cache.usable(self._cache.longest(tokens)).depth * self._page_tokens
 
     def cost(self, tokens: Sequence[int]) -> int:
         """How many of the `available` pages a new request would take for `tokens` and one more token.
 
         Cached pages cost it nothing if another request holds them: those nobody holds count as available.
         """
-        shared = self._cache.held_depth(self._cache.longest(tokens))
+        shared = self._cache.held_depth(self._cache.usable(self._cache.longest(tokens)))
         return pages_for(len(tokens) + 1, self._page_tokens) - shared
 
     def cost_of_another(self, tokens: Sequence[int]) -> int:
@@ -120,7 +138,13 @@ class KvPages:
         Returns the positions that `kv` covers with cached pages.
         """
         if len(kv.pages) == kv.cached.depth:
-            node = self._cache.longest(tokens, above=kv.cached)
+            longest = self._cache.longest(tokens, above=kv.cached)
+            node = self._cache.usable(longest, above=kv.cached)
+            if kv.state:
+                if node is not kv.cached:
+                    assert node.snapshot
+                    kv.state.start_from(node.snapshot)
+                kv.state.branch = longest.depth * self._page_tokens
             kv.pages += self._cache.hold(node, above=kv.cached)
             kv.cached = node
         return kv.cached.depth * self._page_tokens
@@ -139,6 +163,21 @@ class KvPages:
         assert pages is not None
         kv.pages += pages
         return True
+
+    def moves(self, kv: Holding, start: int, end: int, prompt_tokens: int) -> Moves:
+        """What the step that computes positions `start` .. `end` - 1 does with the state."""
+        if kv.state is None:
+            return STATELESS
+        if not self._reuse:
+            return kv.state.moves([], None)
+        branch = kv.state.branch
+        return kv.state.moves(*snapshot_positions(start, end, prompt_tokens, branch, self._page_tokens))
+
+    def settle(self, kv: Holding, tokens: Sequence[int]) -> None:
+        """The step is back without an error: its snapshots may be reused where the pages before them are cached."""
+        if kv.state:
+            kv.state.settle()
+            kv.state.attach(self._cache, kv.cached, tokens)
 
     def publish(self, kv: Holding, tokens: Sequence[int], written: int) -> None:
         """The KV of the first `written` of `tokens` is there: full pages of its own go into the cache, still held.
@@ -165,12 +204,20 @@ class KvPages:
                     spare.append(kv.pages[node.depth])
                     self._cache.hold(child, above=node)
                     node = child
+        if kv.state:
+            kv.state.attach(self._cache, node, tokens)
+            kv.state.close()
         self._cache.release(node)
         self._allocator.release(spare)
         kv.pages, kv.cached = [], self._cache.root
 
     def discard(self, kv: Holding) -> None:
-        """The request is over, and its KV is not to be trusted: what it does not share with others is free."""
+        """The request is over, and its KV is not to be trusted: what it does not share with others is free.
+
+        Nobody starts from its snapshots any more, nor from those on the way that it came."""
+        if kv.state:
+            kv.state.close(trusted=False)
+            self._cache.distrust(kv.cached)
         self._allocator.release(kv.pages[kv.cached.depth :] + self._cache.discard(kv.cached))
         kv.pages, kv.cached = [], self._cache.root
 

@@ -7,16 +7,21 @@ its own tokens and up to a page of the last ones before them.
 
 A request *holds* the path to one node, and whoever holds a node holds its ancestors. What nobody holds can be evicted,
 least recently held first.
+
+A node may have a snapshot of the recurrent state behind its prefix (`state_slots.py`). Of a model with such a state a
+prefix can be used only up to a node that has one.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from scheduler.state_slots import Snapshot, StateSlots
+
 
 class Node:
     """One cached page. `depth` counts it and its ancestors, `holders` are the requests that hold it."""
 
-    __slots__ = ("children", "depth", "holders", "page", "parent", "tokens")
+    __slots__ = ("children", "depth", "holders", "page", "parent", "snapshot", "tokens")
 
     def __init__(self, parent: "Node | None", tokens: tuple[int, ...], page: int) -> None:
         self.parent = parent
@@ -25,6 +30,12 @@ class Node:
         self.depth: int = parent.depth + 1 if parent else 0
         self.children: dict[tuple[int, ...], Node] = {}
         self.holders = 0
+        self.snapshot: Snapshot | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a request can go on from it that needs the state: one that starts at the root needs none."""
+        return self.parent is None or (self.snapshot is not None and self.snapshot.usable)
 
 
 class PrefixCache:
@@ -33,10 +44,12 @@ class PrefixCache:
     `root` is the empty prefix: it has no page and is always there.
     """
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, states: StateSlots | None = None) -> None:
+        """`states` are where snapshots are; without any, no node has one and none needs one."""
         self.root = Node(None, (), -1)
         self.size = 0  # pages in the tree
         self._page_tokens = page_tokens
+        self._states = states or StateSlots(0)
         # Oldest first. A path is let go of from its end up, and whoever holds a node holds its ancestors: so a node
         # always comes behind its children here, and the first one is a leaf.
         self._unheld: OrderedDict[Node, None] = OrderedDict()
@@ -63,6 +76,26 @@ class PrefixCache:
             if child is None:
                 break
             node = child
+        return node
+
+    def usable(self, node: Node, above: Node | None = None) -> Node:
+        """The last node on the path to `node`, not before `above`, that a request can go on from."""
+        while self._states.total and node is not above and not node.has_state:
+            assert node.parent
+            node = node.parent
+        return node
+
+    def at(self, tokens: Sequence[int], position: int, beside: Node) -> Node | None:
+        """The node of the first `position` of `tokens`, a whole number of pages, if it is cached.
+
+        `beside` is known to be on the way there, or beyond.
+        """
+        depth = position // self._page_tokens
+        node: Node | None = beside
+        while node and node.depth > depth:
+            node = node.parent
+        while node and node.depth < depth:
+            node = self.child(node, tokens)
         return node
 
     def held_depth(self, node: Node) -> int:
@@ -99,8 +132,7 @@ class PrefixCache:
         """
         pages = []
         while node.parent and node.holders == 1 and not node.children:
-            del node.parent.children[node.tokens]
-            pages.append(node.page)
+            pages.append(self._remove(node))
             node = node.parent
         self.size -= len(pages)
         self.release(node)
@@ -124,11 +156,24 @@ class PrefixCache:
         pages = []
         for _ in range(count):
             node, _ = self._unheld.popitem(last=False)
-            assert node.parent and not node.children
-            del node.parent.children[node.tokens]
-            pages.append(node.page)
+            pages.append(self._remove(node))
         self.size -= count
         return pages
+
+    def distrust(self, node: Node) -> None:
+        """No request is to start from the state of `node` or of any above it."""
+        while node.parent:
+            if node.snapshot:
+                self._states.forget(node.snapshot)
+            node = node.parent
+
+    def _remove(self, node: Node) -> int:
+        """Take the leaf `node` out, and its snapshot; its page."""
+        assert node.parent and not node.children
+        del node.parent.children[node.tokens]
+        if node.snapshot:
+            self._states.forget(node.snapshot)
+        return node.page
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, in no particular order."""

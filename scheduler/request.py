@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from scheduler.detokenize import Detokenizer, NoText
+from scheduler.own_state import STATELESS, Moves
 from scheduler.paging import Holding, pages_for
 from scheduler.protocol import Finished, Logprobs, Reason, Timing, TokenLogprob, Tokens, Usage
 from scheduler.step_sampling import seen_tokens
@@ -115,7 +116,7 @@ class Request:
         self.begun, self.short_since = False, None
         self.phase = "waiting"
 
-    def part(self, count: int, page_tokens: int, now_s: float) -> SequenceStep:
+    def part(self, count: int, page_tokens: int, now_s: float, moves: Moves = STATELESS) -> SequenceStep:
         """Its next `count` pending tokens as a part of a step; the step that takes the last of them samples."""
         if self._started_s is None:
             self._started_s = now_s
@@ -126,6 +127,9 @@ class Request:
             start=self.computed,
             pages=self.kv.pages[: pages_for(end, page_tokens)],
             sample=self._sampling_now(count),
+            state=moves.state,
+            restore=moves.restore,
+            snapshots=moves.snapshots,
         )
 
     def _sampling_now(self, count: int) -> StepSampling | None:

@@ -6,6 +6,8 @@ answer than `answer`, which needs no pages.
 """
 
 from collections import Counter
+from collections.abc import Iterable
+from functools import reduce
 
 from scheduler.core import Core
 from scheduler.prefix_cache import Node
@@ -22,14 +24,17 @@ NAN = -2
 
 def kv_after(before: int, token: int) -> int:
     """KV of `token` behind a position whose KV is `before`."""
-    return NAN if before == NAN else (before * 1_000_003 + token * 7919 + 12345) % 2**31
+    return NAN if NAN in (before, token) else (before * 1_000_003 + token * 7919 + 12345) % 2**31
+
+
+def behind(tokens: Iterable[int]) -> int:
+    """KV of the last of `tokens`, which are all so far."""
+    return reduce(kv_after, tokens, EMPTY)
 
 
 def answer(prompt: list[int], count: int) -> list[int]:
     """The first `count` tokens of the answer to `prompt`."""
-    kv = EMPTY
-    for token in prompt:
-        kv = kv_after(kv, token)
+    kv = behind(prompt)
     tokens = []
     for _ in range(count):
         tokens.append(kv % VOCAB)
@@ -46,6 +51,7 @@ class PagedWorker:
         self._page_tokens = page_tokens
         self._misses = misses
         self._kv: dict[tuple[int, int], int] = {}
+        self.states: dict[int, tuple[int, ...]] = {}  # by slot
 
     def run(self, step: RunStep) -> StepDone:
         """As the real one does."""
@@ -55,14 +61,33 @@ class PagedWorker:
             for position, token in enumerate(sequence.tokens, sequence.start):
                 kv = NAN if sequence.sequence == self.bad else kv_after(kv, token)
                 self._write(sequence.pages, position, kv)
+            if sequence.state >= 0:
+                kv = self._mixed(kv, behind(self._take_in(sequence)))
             self.computed += len(sequence.tokens)
             tokens.append(kv % VOCAB if sequence.sample and kv != NAN else -1)
         self.bad = None
         return StepDone(tokens, ExpertStats(1, self._misses + 2, 2, self._misses, self._misses * RECORD_NBYTES))
 
+    def _mixed(self, kv: int, state: int) -> int:
+        """Of the last position; the KV alone if the state is right."""
+        return NAN if NAN in (kv, state) else (kv + state) // 2
+
+    def _take_in(self, sequence: SequenceStep) -> tuple[int, ...]:
+        """The state behind the new tokens, of which snapshots are made on the way."""
+        state: tuple[int, ...] = ()
+        if sequence.start:
+            state = self.states[sequence.state if sequence.restore < 0 else sequence.restore]
+        new = [NAN if sequence.sequence == self.bad else token for token in sequence.tokens]
+        for position, slot in sequence.snapshots:
+            self.states[slot] = (*state, *new[: position - sequence.start])
+        self.states[sequence.state] = (*state, *new)
+        return self.states[sequence.state]
+
     def spoil(self, sequences: list[SequenceStep]) -> None:
-        """What a failed step may leave: the KV of its new positions is undefined."""
+        """What a failed step may leave: the KV of its new positions and the states that it writes are undefined."""
         for sequence in sequences:
+            for slot in (sequence.state, *(slot for _, slot in sequence.snapshots)):
+                self.states[slot] = (GARBAGE,)
             for position in range(sequence.start, sequence.start + len(sequence.tokens)):
                 self._write(sequence.pages, position, GARBAGE)
 
@@ -100,6 +125,36 @@ def audit(core: Core, worker: PagedWorker) -> None:
     for leaf in (node for node in nodes if not node.children):
         _check_path(leaf, worker)
     _check_order(core)
+    if pages.states.total:
+        _check_states(core, open_, nodes, worker)
+
+
+def _check_states(core: Core, open_: list[Request], nodes: list[Node], worker: PagedWorker) -> None:
+    """Every state slot has one owner, every pin is counted, and each snapshot is the state behind its tokens."""
+    slots = core.pages.states
+    states = [state for request in open_ if (state := request.kv.state)]
+    kept = {node.snapshot: _path(node) for node in nodes if node.snapshot and node.snapshot.usable}
+    for request in open_:
+        assert request.kv.state
+        kept |= {s: request.tokens[: s.position] for s in request.kv.state._loose if s.usable}
+    for snapshot, tokens in kept.items():
+        assert snapshot.position == len(tokens)
+        taken_in = worker.states[snapshot.slot]
+        assert taken_in == tuple(tokens) or NAN in taken_in
+    pins = Counter(state._source for state in states if state._source)
+    all_ = {*kept, *pins}
+    assert all(snapshot.pins == pins[snapshot] for snapshot in all_)
+    assert slots.snapshots == len(all_)
+    owners = [*slots._free, *(state.slot for state in states), *(snapshot.slot for snapshot in all_)]
+    owners += [slot for state in states for _, slot in state._writing]
+    assert sorted(owners) == list(range(slots.total)), "each state slot has exactly one owner"
+    assert slots.available == slots.free + sum(not snapshot.pins for snapshot in all_)
+    assert core._out or not any(state._writing for state in states), "what was written is kept or given back"
+
+
+def _path(node: Node) -> list[int]:
+    """The tokens of the prefix that ends with it."""
+    return [*(_path(node.parent) if node.parent else ()), *node.tokens]
 
 
 def _check_path(leaf: Node, worker: PagedWorker) -> None:

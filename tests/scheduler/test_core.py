@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from scheduler.core import Core, CoreLimits
 from scheduler.detokenize import NoText
@@ -32,6 +33,12 @@ SCARCE = [
     ),  # chunks that end inside a page
     CoreLimits(pages=52, page_tokens=1, max_running=5, demand_tokens=3, chunk_tokens=64),
 ]
+STATEFUL = [
+    replace(limits, state_slots=limits.max_running + snapshots)
+    for limits, snapshots in zip(SCARCE, (3, 1, 2, 6, 0, 12), strict=True)
+]
+"""Of models with recurrent state: with no slot but those of running requests, a few more, and plenty."""
+ANY = [*SCARCE, *STATEFUL]
 
 
 def make_request(sequence: int, prompt: list[int] | int, max_tokens: int) -> Request:
@@ -52,8 +59,26 @@ def check_step(step: RunStep, limits: CoreLimits) -> None:
     assert len(set(written)) == len(written), "a page that is written belongs to one request"
     for s in step.sequences:
         assert len(s.pages) == pages_for(s.start + len(s.tokens), limits.page_tokens)
+    check_states(step, limits)
     if step.mode != "demand":  # short ones are in the order of becoming so
         assert [s.sequence for s in step.sequences] == sorted(s.sequence for s in step.sequences)
+
+
+def check_states(step: RunStep, limits: CoreLimits) -> None:
+    """As the worker checks them; of a model without a state a step says nothing of any."""
+    if not limits.state_slots:
+        assert all((s.state, s.restore, s.snapshots) == (-1, -1, []) for s in step.sequences)
+        return
+    written = [slot for s in step.sequences for slot in (s.state, *(slot for _, slot in s.snapshots))]
+    assert len(set(written)) == len(written) and {*written} <= {*range(limits.state_slots)}
+    assert not {s.restore for s in step.sequences} & {*written}
+    for s in step.sequences:
+        assert s.restore == -1 or s.start > 0
+        positions = [position for position, _ in s.snapshots]
+        assert all(s.start < position <= s.start + len(s.tokens) for position in positions)
+        assert len(set(positions)) == len(positions)
+        assert not any(position % limits.page_tokens for position in positions)
+        assert limits.prefix_cache or not s.snapshots, "nobody could use them"
 
 
 PROMPTS = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(1, 40))
@@ -179,7 +204,7 @@ class Run:
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(SCARCE), ACTIONS)
+@given(st.sampled_from(ANY), ACTIONS)
 def test_everybody_ends_in_order_and_every_page_comes_back(limits: CoreLimits, actions: Actions) -> None:
     run = Run(limits, audited=True)
     run.act(actions)
@@ -188,11 +213,12 @@ def test_everybody_ends_in_order_and_every_page_comes_back(limits: CoreLimits, a
     assert len(run.over) == len(run.requests)
     assert run.core.waiting == run.core.running == run.core.pages.own == 0
     assert run.core.pages.available == limits.pages
+    assert run.core.pages.states.available == limits.state_slots
     assert limits.prefix_cache or run.core.pages.free == limits.pages
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(SCARCE), ACTIONS)
+@given(st.sampled_from(ANY), ACTIONS)
 def test_no_token_is_lost_sent_twice_or_drawn_from_another_prefix(limits: CoreLimits, actions: Actions) -> None:
     """Preempted or not, over cached pages or not, beside steps that fail, bad logits and clients that leave."""
     run = Run(limits)
@@ -204,7 +230,7 @@ def test_no_token_is_lost_sent_twice_or_drawn_from_another_prefix(limits: CoreLi
         assert tokens == (wanted if run.over[request.sequence] == "length" else wanted[: len(tokens)])
 
 
-@given(st.sampled_from(SCARCE), ACTIONS, st.sampled_from([0, 1, 7, 128]))
+@given(st.sampled_from(ANY), ACTIONS, st.sampled_from([0, 1, 7, 128]))
 def test_figures_add_up_but_for_requests_that_failed_and_steps_that_were_out(
     limits: CoreLimits, actions: Actions, misses: int
 ) -> None:
@@ -226,7 +252,7 @@ def test_figures_add_up_but_for_requests_that_failed_and_steps_that_were_out(
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(SCARCE), ACTIONS)
+@given(st.sampled_from(ANY), ACTIONS)
 def test_who_is_first_with_a_demand_chunk_waits_for_one_streamed_chunk(limits: CoreLimits, actions: Actions) -> None:
     """Said again over the steps: who fits into a demand chunk and has not begun is served as they come to."""
     run, short = Run(limits), list[Request]()
@@ -251,7 +277,7 @@ def test_who_is_first_with_a_demand_chunk_waits_for_one_streamed_chunk(limits: C
     run.finish()
 
 
-@given(st.sampled_from(SCARCE), ACTIONS)
+@given(st.sampled_from(ANY), ACTIONS)
 def test_nothing_is_computed_twice_but_for_preempted_requests(limits: CoreLimits, actions: Actions) -> None:
     run = Run(limits)
     run.act([action for action in actions if action[0] not in ("fail", "bad", "abort_out")])
@@ -260,7 +286,7 @@ def test_nothing_is_computed_twice_but_for_preempted_requests(limits: CoreLimits
     assert run.worker.computed == computed or run.core.preempted > 0
 
 
-@given(st.sampled_from(SCARCE), ACTIONS)
+@given(st.sampled_from(ANY), ACTIONS)
 def test_a_dead_worker_ends_everybody_once_and_nothing_stays_cached(limits: CoreLimits, actions: Actions) -> None:
     run = Run(limits)
     run.act(actions)
@@ -268,6 +294,7 @@ def test_a_dead_worker_ends_everybody_once_and_nothing_stays_cached(limits: Core
     failed = [request.sequence for request in run.core.fail_all()]
     assert sorted([*failed, *run.over]) == list(range(len(run.requests)))
     assert run.core.pages.free == limits.pages
+    assert run.core.pages.states.free == limits.state_slots
     assert run.core.waiting == run.core.running == 0
 
 
