@@ -1,6 +1,7 @@
 """Starts the whole engine: copy engine, workers, scheduler; starts anew what dies; stops them.
 
-`python launch.py --workers 1 --demand-tokens 512` serves until Ctrl-C; `--prompt TEXT` answers once and exits.
+`python launch.py --workers 1 --demand-tokens 512` serves until Ctrl-C; `--prompt TEXT` answers once and exits,
+`--check` says what a start would take.
 Exit codes: 0 as asked, 1 processes died and were given up, 2 the start was refused.
 """
 
@@ -9,38 +10,34 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main`: Ctrl-C during the imports shows no traceback
 
-import contextlib
 import io
 import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import psutil
-from msgspec import Meta
 from msgspec.structs import replace
 
-from copyengine.budget import Budget, Wanted
-from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
-from copyengine.checkpoint.model import Model, open_model
 from copyengine.config import CopyEngineConfig
 from copyengine.device.host import reclaim_stale
-from copyengine.placement import CopyEngineChoice, DeviceChoice, Placement, memory_plan, place
+from copyengine.link_rate import gpu_rate, host_rate
+from copyengine.placement import Placement
 from copyengine.wire import cli
 from copyengine.wire.child import Told
 from copyengine.wire.errors import ConfigError, SlotstreamError
-from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Progress, Ready
-from copyengine.wire.logs import ERASE_LINE, configure_logging
-from copyengine.wire.loop import resolve
+from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Ready
+from copyengine.wire.logs import configure_logging
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
-from scheduler.config import DEFAULT_PORT, SchedulerConfig, ServingConfig
+from scheduler.check import Settings, report
+from scheduler.config import DEFAULT_PORT, LaunchConfig, SchedulerConfig, ServingConfig
 from scheduler.live_status import LiveStatus
-from scheduler.preflight import check_port, check_stats_file, max_model_len
+from scheduler.preflight import Preflight, check_serving, inspect, preflight, wanted
+from scheduler.progress_line import ProgressLine
 from scheduler.ready_block import ready_block
 from worker.config import WorkerConfig
 
@@ -51,46 +48,6 @@ LAST_WORD_S = 20.0
 """Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
 
 log = logging.getLogger("launch")
-
-
-class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Serve a Mixture-of-Experts model whose experts do not fit in device memory."""
-
-    model: Annotated[str, Meta(description="checkpoint directory; the built-in random model if not given")] = ""
-    workers: Annotated[int, Meta(ge=1, le=64, description="worker processes, one per device")] = 1
-    device: Annotated[DeviceChoice, Meta(description="where the model runs; auto takes GPUs that can be used")] = "auto"
-    copy_engine: Annotated[
-        CopyEngineChoice,
-        Meta(description="the copy engine as a process of its own for all workers, or as a thread of the one worker"),
-    ] = "auto"
-    prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None
-
-
-class Preflight(NamedTuple):
-    """What was found to be right before anything is started."""
-
-    model: Model
-    placement: Placement
-    budget: Budget
-
-
-class ProgressLine:
-    """Shows loading on standard error: one live line on a terminal, else a line at each phase's start and end."""
-
-    def __init__(self) -> None:
-        self._phase = ""
-        self._live = sys.stderr.isatty()
-
-    def show(self, seen: Progress) -> None:
-        """So much is through."""
-        finished = seen.done_nbytes >= seen.total_nbytes
-        text = f"{seen.phase}: {seen.done_nbytes / 1e6:,.0f} of {seen.total_nbytes / 1e6:,.0f} MB"
-        with contextlib.suppress(OSError):  # the terminal is gone, and we serve on without it
-            if self._live:
-                print(f"{ERASE_LINE}{text}", end="\n" if finished else "", file=sys.stderr, flush=True)
-            elif seen.phase != self._phase or finished:
-                print(text, file=sys.stderr, flush=True)
-        self._phase = seen.phase
 
 
 class Engine:
@@ -179,49 +136,28 @@ def roles(workers: int, placement: Placement) -> list[Role]:
     return [*map(Role, needs), *(Role(name, needs=needs) for name in names), Role("scheduler", uses=tuple(names))]
 
 
-def preflight(config: LaunchConfig) -> Preflight:
-    """The model and where it runs, checked, and what each worker will allocate.
-
-    ConfigError if the model or the settings are no good, or the machine has too little of something.
-    """
-    check_stats_file(config)
-    if config.prompt == "":
-        raise ConfigError("--prompt: is empty; leave it out to serve")
-    placement = place(config.device, config.copy_engine, config.workers)
-    resolve(config.event_loop)
-    reclaim_stale()
-    directory = Path(config.model) if config.model else builtin_model()
-    model = open_model(directory, config.hf_overrides, config.load_format)
-    dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
-    plan = memory_plan(model.spec, dtype, placement, psutil.virtual_memory().available)
-    budget = plan.settled(wanted(config))
-    max_model_len(config, model.spec.max_position, budget.kv_tokens)
-    check_port(config)
-    for note in budget.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return Preflight(model, placement, budget)
+def check(config: LaunchConfig) -> int:
+    """Print what a start would take and could be hoped to give; 0 if it would go through. ConfigError if not."""
+    found = inspect(config, say)
+    asked = wanted(config, config.workers)
+    survey = found.plan.survey(asked)
+    gpus = found.placement.gpus
+    rate = gpu_rate(gpus[0].ordinal) if gpus else host_rate()
+    settings = Settings(asked, config.demand_tokens, config.collect_stats)
+    where = f"{found.placement.device}, {found.placement.reason}"
+    print(f"{found.model.directory} ({found.model.spec.architecture}, {found.plan.dtype}) on {where}\n")
+    print(report(found.plan, survey, settings, rate), flush=True)
+    refusal = found.plan.refusal(survey, asked)
+    if refusal:
+        raise ConfigError(refusal)
+    check_serving(config, found.model, survey.budget)
+    print("\nit fits")
+    return 0
 
 
-def wanted(config: LaunchConfig) -> Wanted:
-    """The sizes that the settings ask for."""
-    return Wanted(
-        slots=0 if config.slots == "auto" else config.slots,
-        kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
-        demand_prefill=config.demand_tokens > 0,
-        max_step_tokens=config.chunked_prefill_size,
-        max_running=config.max_running_requests,
-        vram_reserve_nbytes=0 if config.vram_reserve_bytes == "auto" else config.vram_reserve_bytes,
-        embedding_placement=config.token_embedding_placement,
-        kv_placement=config.kv_placement,
-        workers=config.workers,
-    )
-
-
-def builtin_model() -> Path:
-    """The built-in model's directory; says so if it has to be made."""
-    if not os.path.exists(cache_directory() / NAME):
-        print(f"making the built-in model in {cache_directory()} (once)", file=sys.stderr, flush=True)
-    return ensure_builtin()
+def say(text: str) -> None:
+    """To whoever started us, beside what standard output is for."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def on_signals(told: Callable[[str], object]) -> None:
@@ -234,9 +170,11 @@ def on_signals(told: Callable[[str], object]) -> None:
 def run(config: LaunchConfig) -> int:
     """Start, serve or answer, stop; the exit code. ConfigError if the start is refused."""
     configure_logging(config.log_level, "launch")
+    if config.check:
+        return check(config)
     if config.prompt is not None and config.port == DEFAULT_PORT:
         config = replace(config, port=0)  # nobody else needs to find it: it may run beside another engine
-    found = preflight(config)
+    found = preflight(config, say)
     log.info("device %s, %s", found.placement.device, found.placement.reason)
     engine = Engine(config, found, ProgressLine())
     try:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from copyengine.budget import MemoryPlacement
+from copyengine.placement import CopyEngineChoice, DeviceChoice
 from copyengine.protocol import LoadFormat
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
@@ -98,3 +99,19 @@ class SchedulerConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_f
     model: Annotated[str, Meta(description="checkpoint directory")]
     workers: Annotated[str, Meta(description="endpoints of the workers, comma-separated")]
     parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False
+
+
+class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve a Mixture-of-Experts model whose experts do not fit in device memory."""
+
+    model: Annotated[str, Meta(description="checkpoint directory; the built-in random model if not given")] = ""
+    workers: Annotated[int, Meta(ge=1, le=64, description="worker processes, one per device")] = 1
+    device: Annotated[DeviceChoice, Meta(description="where the model runs; auto takes GPUs that can be used")] = "auto"
+    copy_engine: Annotated[
+        CopyEngineChoice,
+        Meta(description="the copy engine as a process of its own for all workers, or as a thread of the one worker"),
+    ] = "auto"
+    check: Annotated[
+        bool, Meta(description="start nothing: print what memory is needed and present, and what speed to expect")
+    ] = False
+    prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None

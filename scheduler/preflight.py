@@ -1,13 +1,24 @@
-"""What a start can be refused for before anything is started: checks of the settings alone, and of the port."""
+"""What a start can be refused for before anything is started: the settings, the model, the machine."""
 
 import ipaddress
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import zmq
 
+from copyengine.budget import Budget, Wanted
+from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
+from copyengine.checkpoint.model import Model, open_model
+from copyengine.device.host import reclaim_stale
+from copyengine.placement import Placement, memory_plan, place
+from copyengine.planning import Plan
 from copyengine.wire.errors import ConfigError
-from scheduler.config import ServingConfig
+from copyengine.wire.loop import resolve
+from scheduler.config import LaunchConfig, ServingConfig
 
 LEAST_MODEL_LEN = 2
 """A prompt token and an answer token."""
@@ -69,3 +80,77 @@ def max_model_len(config: ServingConfig, positions: int, kv_tokens: int) -> int:
             f"--max-model-len {asked}: the KV pages hold {kv_tokens} tokens; raise --kv-tokens or lower --max-model-len"
         )
     return asked or min(positions, kv_tokens)
+
+
+class Inspected(NamedTuple):
+    """What was found of model and machine, whatever fits."""
+
+    model: Model
+    placement: Placement
+    plan: Plan
+
+
+class Preflight(NamedTuple):
+    """What was found to be right before anything is started."""
+
+    model: Model
+    placement: Placement
+    budget: Budget
+
+
+def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
+    """The model and where it runs. ConfigError if it or the settings are no good. `say` hears what takes long."""
+    check_stats_file(config)
+    if config.prompt == "":
+        raise ConfigError("--prompt: is empty; leave it out to serve")
+    if config.check and config.prompt is not None:
+        raise ConfigError("--check: starts nothing that could answer a --prompt; leave one of them out")
+    placement = place(config.device, config.copy_engine, config.workers)
+    resolve(config.event_loop)
+    reclaim_stale()
+    directory = Path(config.model) if config.model else _builtin_model(say)
+    model = open_model(directory, config.hf_overrides, config.load_format)
+    dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
+    return Inspected(model, placement, memory_plan(model.spec, dtype, placement, psutil.virtual_memory().available))
+
+
+def preflight(config: LaunchConfig, say: Callable[[str], object]) -> Preflight:
+    """The model and where it runs, checked, and what each worker will allocate.
+
+    ConfigError if the model or the settings are no good, or the machine has too little of something. `say` hears also
+    what was changed from what was asked.
+    """
+    model, placement, plan = inspect(config, say)
+    budget = plan.settled(wanted(config, config.workers))
+    check_serving(config, model, budget)
+    for note in budget.notes:
+        say(f"note: {note}")
+    return Preflight(model, placement, budget)
+
+
+def check_serving(config: ServingConfig, model: Model, budget: Budget) -> None:
+    """ConfigError if a scheduler with these sizes would refuse to serve."""
+    max_model_len(config, model.spec.max_position, budget.kv_tokens)
+    check_port(config)
+
+
+def wanted(config: ServingConfig, workers: int = 1) -> Wanted:
+    """The sizes that the settings ask for, of each of `workers`."""
+    return Wanted(
+        slots=0 if config.slots == "auto" else config.slots,
+        kv_tokens=0 if config.kv_tokens == "auto" else config.kv_tokens,
+        demand_prefill=config.demand_tokens > 0,
+        max_step_tokens=config.chunked_prefill_size,
+        max_running=config.max_running_requests,
+        vram_reserve_nbytes=0 if config.vram_reserve_bytes == "auto" else config.vram_reserve_bytes,
+        embedding_placement=config.token_embedding_placement,
+        kv_placement=config.kv_placement,
+        workers=workers,
+    )
+
+
+def _builtin_model(say: Callable[[str], object]) -> Path:
+    """The built-in model's directory; says so if it has to be made."""
+    if not os.path.exists(cache_directory() / NAME):
+        say(f"making the built-in model in {cache_directory()} (once)")
+    return ensure_builtin()

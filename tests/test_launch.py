@@ -1,5 +1,6 @@
 """The command line: frozen here, so that a flag is changed on purpose. Checked against README's promises."""
 
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,15 @@ import launch
 from copyengine.budget import Wanted
 from copyengine.checkpoint.model import Model, open_model
 from copyengine.checkpoint.random_model import Sizes, model_config
+from copyengine.link_rate import LinkRate
 from copyengine.placement import Placement
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Ready
 from copyengine.wire.restarts import Role
-from scheduler.config import SchedulerConfig
+from scheduler.config import LaunchConfig, SchedulerConfig
+from scheduler.preflight import preflight, wanted
+from scheduler.progress_line import ProgressLine
 from scheduler.ready_block import ready_block
 from tests.copyengine.made_up_gpus import GB, H200, gpus, pretend
 from worker.config import WorkerConfig
@@ -47,6 +51,7 @@ FLAGS = {
     "--served-model-name": "",
     "--hf-overrides": "{}",
     "--prompt": None,
+    "--check": False,
     "--log-level": "info",
     "--ready-timeout-s": 120.0,
 }
@@ -54,13 +59,13 @@ FLAGS = {
 
 
 def test_the_flags_are_the_documented_ones() -> None:
-    config = cli.parse(launch.LaunchConfig, [], "launch.py")
+    config = cli.parse(LaunchConfig, [], "launch.py")
     stated = {f"--{name.replace('_', '-')}": getattr(config, name) for name in config.__struct_fields__}
     assert stated == FLAGS
 
 
 def test_demand_tokens_has_its_long_name() -> None:
-    config = cli.parse(launch.LaunchConfig, ["--moe-prefill-demand-tokens", "7"], "launch.py")
+    config = cli.parse(LaunchConfig, ["--moe-prefill-demand-tokens", "7"], "launch.py")
     assert config.demand_tokens == 7
 
 
@@ -93,17 +98,17 @@ def test_a_refused_start_is_one_line_and_exit_code_2(
 
 
 def test_a_config_survives_its_command_line() -> None:
-    config = cli.parse(launch.LaunchConfig, ["--slots", "128", "--prompt", "a b", "--port", "0"], "launch.py")
-    assert cli.parse(launch.LaunchConfig, cli.to_argv(config), "launch.py") == config
+    config = cli.parse(LaunchConfig, ["--slots", "128", "--prompt", "a b", "--port", "0"], "launch.py")
+    assert cli.parse(LaunchConfig, cli.to_argv(config), "launch.py") == config
 
 
 def test_a_config_error_is_raised_not_printed_by_the_parser() -> None:
     with pytest.raises(ConfigError, match="--port"):
-        cli.parse(launch.LaunchConfig, ["--port", "70000"], "launch.py")
+        cli.parse(LaunchConfig, ["--port", "70000"], "launch.py")
 
 
-def settings(*argv: str) -> launch.LaunchConfig:
-    return cli.parse(launch.LaunchConfig, argv, "launch.py")
+def settings(*argv: str) -> LaunchConfig:
+    return cli.parse(LaunchConfig, argv, "launch.py")
 
 
 @pytest.fixture
@@ -120,7 +125,7 @@ def free_host_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "wanted"),
+    ("argv", "sizes"),
     [
         ([], Wanted(max_running=16)),
         (["--slots", "7", "--kv-tokens", "99", "--demand-tokens", "0"], Wanted(7, 99, False, max_running=16)),
@@ -133,9 +138,10 @@ def free_host_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
         ),
     ],
 )
-def test_the_flags_say_which_sizes_are_wanted(argv: list[str], wanted: Wanted) -> None:
+def test_the_flags_say_which_sizes_are_wanted(argv: list[str], sizes: Wanted) -> None:
     """Against Wanted's own words."""
-    assert launch.wanted(settings(*argv)) == wanted
+    config = settings(*argv)
+    assert wanted(config, config.workers) == sizes
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts(
@@ -175,8 +181,8 @@ def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyP
     free_host_memory(monkeypatch, 20 * GB)
     pretend(monkeypatch, gpus(3)[::2])
     config = settings("--workers", "2", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
-    found = launch.preflight(config)
-    engine = launch.Engine(config, found, launch.ProgressLine())
+    found = preflight(config, print)
+    engine = launch.Engine(config, found, ProgressLine())
     module, argv = engine.command("copyengine", {})
     assert module == "copyengine" and "--device=cuda" in argv
     for i in range(2):
@@ -195,7 +201,7 @@ def test_a_scheduler_that_is_started_anew_listens_where_its_clients_know_it(
 ) -> None:
     free_host_memory(monkeypatch, 20 * GB)
     config = settings("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
-    engine = launch.Engine(config, launch.preflight(config), launch.ProgressLine())
+    engine = launch.Engine(config, preflight(config, print), ProgressLine())
     engine.scheduler_endpoint = "tcp://127.0.0.1:5801"
     module, argv = engine.command("scheduler", {"worker0": "tcp://worker0"})
     assert cli.parse(SchedulerConfig, argv, module).port == 5801
@@ -228,7 +234,7 @@ def test_what_the_scheduler_would_refuse_is_refused_before_anything_starts(
 ) -> None:
     common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
     with pytest.raises(ConfigError) as refused:
-        launch.preflight(settings(*common, *argv))
+        preflight(settings(*common, *argv), print)
     assert all(name in str(refused.value) for name in names)
 
 
@@ -239,5 +245,40 @@ def test_a_taken_port_is_refused_before_anything_starts(made_up: Model) -> None:
         port = str(taken.getsockname()[1])
         common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory))
         with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}: .*--port"):
-            launch.preflight(settings(*common, "--port", port))
-    launch.preflight(settings(*common, "--port", port))
+            preflight(settings(*common, "--port", port), print)
+    preflight(settings(*common, "--port", port), print)
+
+
+def test_a_check_starts_nothing_and_says_whether_a_start_would_go_through(
+    made_up: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 0 with a table, or 2 with the table and one line that names a flag; the flag's value passes."""
+    free_host_memory(monkeypatch, 20 * GB)
+    monkeypatch.setattr(launch, "Engine", AssertionError("something is started"))
+    common = ["--check", "--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0"]
+    assert launch.main(common) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "host memory\n  expert banks" in out and "decode hit rate" in out and out.endswith("it fits\n")
+    free_host_memory(monkeypatch, 10 * GB)
+    assert launch.main([*common, "--kv-tokens", "10000000"]) == 2
+    out, err = capsys.readouterr()
+    assert "MISSING" in out and "it fits" not in out and err.count("\n") == 1
+    fix = re.search(r"; use --kv-tokens (\d+) \(now 10000000\)", err)
+    assert fix and launch.main([*common, "--kv-tokens", fix[1]]) == 0
+    assert launch.main([*common, "--prompt", "a"]) == 2
+    assert "--check" in capsys.readouterr().err
+
+
+def test_a_check_of_gpus(made_up: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that are there; without one `--device cuda` stays refused."""
+    free_host_memory(monkeypatch, 20 * GB)
+    pretend(monkeypatch, gpus(2))
+    monkeypatch.setattr(launch, "gpu_rate", lambda ordinal: LinkRate(50e9, f"of GPU {ordinal}"))
+    common = ["--check", "--device", "cuda", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0"]
+    assert launch.main([*common, "--workers", "2"]) == 0
+    out, _ = capsys.readouterr()
+    assert "memory of cuda:0 NVIDIA H200" in out and "memory of cuda:1 NVIDIA H200" in out
+    assert "pinned expert banks" in out and "50.0 GB/s (measured: of GPU 0)" in out
+    pretend(monkeypatch, [])
+    assert launch.main(common) == 2
+    assert "--device cuda: no GPU was found" in capsys.readouterr().err

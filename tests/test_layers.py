@@ -19,6 +19,8 @@ SHARED_BY_COPYENGINE = (
     "budget",
     "placement",
     "planning",
+    "forecast",
+    "link_rate",
     "protocol",
     "client",
     "ring",
@@ -61,7 +63,16 @@ def test_imports_point_one_way(path: Path) -> None:
         assert RANK[top] < RANK[importer[0]], f"{path}: imports {name}"
         allowed: tuple[str, ...] = SHARED_BY_COPYENGINE if top == "copyengine" else CALLEE_ONLY
         if importer[0] == "launch":
-            allowed = (*allowed, "config", "client_cli", "live_status", "preflight", "ready_block")
+            allowed = (
+                *allowed,
+                "config",
+                "client_cli",
+                "check",
+                "live_status",
+                "preflight",
+                "progress_line",
+                "ready_block",
+            )
         if importer == ["worker", "copy_engine_link"]:
             allowed = (*allowed, "thread", "config")  # --copy-engine thread: the server runs in the worker's process
         if top != "kernels":

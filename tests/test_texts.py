@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-import launch
 from copyengine.wire import cli
+from scheduler.config import LaunchConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -27,7 +27,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 def test_the_readmes_flags_exist() -> None:
-    parser = cli.parser_for(launch.LaunchConfig, "launch.py")
+    parser = cli.parser_for(LaunchConfig, "launch.py")
     known = {flag for action in parser._actions for flag in action.option_strings}
     for line in (line for line in README.splitlines() if "python launch.py" in line):
         assert set(re.findall(r"launch\.py.*?(--[\w-]+)", line)) <= known
