@@ -116,6 +116,8 @@ class Engine:
         serving = {name: getattr(config, name) for name in ServingConfig.__struct_fields__}
         serving["served_model_name"] = config.served_model_name or directory.name
         serving["kv_tokens"] = budget.kv_tokens
+        if budget.state_slots:
+            serving["state_slots"] = budget.state_slots
         if budget.slots:
             serving["slots"] = budget.slots
         if self.scheduler_endpoint:

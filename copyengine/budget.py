@@ -47,6 +47,9 @@ class Wanted(Struct, frozen=True):
     kv_placement: MemoryPlacement = "device"
     workers: int = 1  # that share the host's memory
 
+    state_slots: int = 0
+    prefix_cache: bool = True  # snapshots of recurrent states are of use
+
     @property
     def largest_step(self) -> tuple[int, str]:
         """T of the largest step, and the flag that sets it."""
@@ -79,6 +82,8 @@ class Budget(Struct, frozen=True):
     parts: tuple[Part, ...]
     pinned: tuple[Part, ...] = ()
     notes: tuple[str, ...] = ()  # what was changed from what was asked
+    state_slots: int = 0  # recurrent states, 0 if the model has none
+    state_nbytes: int = 0  # of all of them
 
     @property
     def stream_slots(self) -> int:

@@ -49,6 +49,11 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
         """What each token leaves in the KV pages: (heads, width) of every tensor, here of keys and of values."""
         return ((self.kv_heads, self.head_dim),) * 2
 
+    @property
+    def state_nbytes(self) -> int:
+        """What a sequence has for all its tokens together: nothing."""
+        return 0
+
 
 class DenseSpec(Struct, frozen=True, tag="dense"):
     """A gated SiLU MLP of intermediate size `intermediate`."""
@@ -89,6 +94,11 @@ class ModelSpec(Struct, frozen=True):
     checkpoint_dtype: str  # "bfloat16", "float16" or "float32", as config.json states it
     layers: tuple[LayerSpec, ...]
     expert_format: ExpertFormat = ExpertFormat()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of one sequence's recurrent state over all layers; 0 if there is none."""
+        return sum(layer.attention.state_nbytes for layer in self.layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -82,6 +82,12 @@ def reckon_gpu(
     return reckoning.budget([])
 
 
+AUTO_SNAPSHOTS = 16
+AUTO_SNAPSHOTS_SHARE = 8
+"""Automatic state slots: one for each running request, and this many for snapshots, which take at most one part in this
+many of what is free. A conversation leaves two or three."""
+
+
 class _Reckoning(Struct, frozen=True):
     """One model, what is wanted of it, and the memory it goes to."""
 
@@ -100,6 +106,8 @@ class _Reckoning(Struct, frozen=True):
         streams = self._query_experts * self._stream_groups
         free = self.available_nbytes - total_nbytes(fixed) - streams * self.record_nbytes
         least = self._least_slots(notes)
+        state_slots, state_cost = self._states(free - least * self.record_nbytes)
+        free -= state_cost
         kv_tokens, kv_cost = self._kv(free, free - least * self.record_nbytes, notes)
         slots = least
         if not self.wanted.slots and self.record_nbytes:
@@ -107,7 +115,8 @@ class _Reckoning(Struct, frozen=True):
         pool = Part(f"slot pool ({slots} + {streams})", (slots + streams) * self.record_nbytes)
         kv = Part(f"KV ({kv_tokens} tokens)", kv_tokens * kv_token_nbytes(self.spec, self.dtype))
         context = Part("longest context", self._context_nbytes(kv_tokens))
-        here, pinned = ((), (kv,)) if self._kv_pinned else ((kv,), ())
+        states = Part(f"recurrent states ({state_slots})", state_slots * self.spec.state_nbytes)
+        here, pinned = ((states,), (kv,)) if self._kv_pinned else ((states, kv), ())
         if embedding:
             pinned = (Part("token embedding", embedding), *pinned)
         return Budget(
@@ -124,6 +133,8 @@ class _Reckoning(Struct, frozen=True):
             parts=tuple(part for part in (*fixed, context, *here, pool) if part.nbytes),
             pinned=pinned,
             notes=tuple(notes),
+            state_slots=state_slots,
+            state_nbytes=states.nbytes,
         )
 
     def _fixed(self) -> tuple[Part, ...]:
@@ -170,6 +181,23 @@ class _Reckoning(Struct, frozen=True):
         if self.device == "cuda":
             return 0
         return context_nbytes(self.spec, self.dtype, self.wanted.largest_step[0], kv_tokens)
+
+    def _states(self, free_nbytes: int) -> tuple[int, int]:
+        """State slots, and what they keep from KV and slots: for an automatic number the share that snapshots are taken
+        from, as with KV. ConfigError if what was asked for is no good."""
+        asked, running, nbytes = self.wanted.state_slots, self.wanted.max_running, self.spec.state_nbytes
+        if asked and not nbytes:
+            raise ConfigError(f"--state-slots {asked}: this model has no recurrent state; leave --state-slots out")
+        if 0 < asked < running:
+            raise ConfigError(
+                f"--state-slots {asked} is too few: each of --max-running-requests {running} has one; use "
+                f"--state-slots {running} or more, or --max-running-requests {asked}"
+            )
+        if asked or not nbytes:
+            return asked, asked * nbytes
+        most = AUTO_SNAPSHOTS if self.wanted.prefix_cache else 0
+        share = max(0, free_nbytes - running * nbytes) // AUTO_SNAPSHOTS_SHARE
+        return running + min(most, share // nbytes), running * nbytes + min(share, most * nbytes)
 
     def _kv(self, free_nbytes: int, beside_slots_nbytes: int, notes: list[str]) -> tuple[int, int]:
         """KV tokens, and what they keep from the slots: for an automatic size not what whole pages take but the share

@@ -62,6 +62,7 @@ def _levers(spec: ModelSpec, wanted: Wanted, budget: Budget) -> list[_Lever]:
         _Lever("--kv-tokens", "kv_tokens", kv_tokens, page, page),
         _Lever("--chunked-prefill-size", "max_step_tokens", wanted.max_step_tokens, 1),
         _Lever("--max-running-requests", "max_running", wanted.max_running, 1),
+        _Lever("--state-slots", "state_slots", wanted.state_slots, wanted.max_running),
         _Lever("--vram-reserve-bytes", "vram_reserve_nbytes", wanted.vram_reserve_nbytes, GPU_RESERVE_NBYTES),
     ]
     return [lever for lever in levers if lever.now > lever.least]

@@ -73,6 +73,10 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         MemoryPlacement,
         Meta(description="where the KV pages lie; host: in pinned memory that the GPU reads and writes over its link"),
     ] = "device"
+    state_slots: Annotated[
+        AutoOr | Annotated[int, Meta(ge=1, le=MOST)],
+        Meta(description="recurrent states kept, of running requests and snapshots to reuse, if the model has any"),
+    ] = "auto"
     disable_prefix_cache: Annotated[
         bool,
         Meta(

@@ -71,7 +71,7 @@ class Core:
             "demand": ModeCounters(),
             "streamed": ModeCounters(),
         }
-        self._limits = limits
+        self.limits = limits
         self._waiting: deque[Request] = deque()  # in the order of arrival, and all behind the running ones
         self._running: list[Request] = []  # in the order of arrival
         self._held: dict[int, Request] = {}  # by sequence: will be submitted when their prompt is computed
@@ -100,7 +100,7 @@ class Core:
     @property
     def places(self) -> int:
         """Requests that may run at a time."""
-        return self._limits.max_running
+        return self.limits.max_running
 
     def would_wait(self, request: Request, answers: int = 1) -> int:
         """How many of `answers` to the prompt of `request` could not run if they were submitted now, behind those held;
@@ -129,7 +129,7 @@ class Core:
         """Queue it behind all others. It must fit into all pages together."""
         self.drop(request)
         longest = request.prompt_tokens + request.max_tokens
-        assert pages_for(longest, self._limits.page_tokens) <= self._limits.pages
+        assert pages_for(longest, self.limits.page_tokens) <= self.limits.pages
         self._waiting.append(request)
         self._admit()
 
@@ -154,7 +154,7 @@ class Core:
         self._turn = after(self._turn, kind)
         self._out_mode = "decode"
         if kind != "decode":
-            self._out_mode = prefill_mode(sum(count for _, count in self._out), self._limits.demand_tokens)
+            self._out_mode = prefill_mode(sum(count for _, count in self._out), self.limits.demand_tokens)
         return RunStep(mode=self._out_mode, sequences=[self._part(*part, now_s) for part in self._out])
 
     def apply(self, done: StepDone, now_s: float) -> list[Reply]:
@@ -229,7 +229,7 @@ class Core:
 
     def _choose(self) -> tuple[StepKind, list[tuple[Request, int]]]:
         """What the next step is and how many tokens it takes of whom."""
-        limits = self._limits
+        limits = self.limits
         short, long = self._prefilling()
         decoding = [request for request in self._running if request.phase == "decode"]
         kind = next_kind(self._turn, bool(decoding), bool(short), bool(long))
@@ -242,7 +242,7 @@ class Core:
 
     def _part(self, request: Request, count: int, now_s: float) -> SequenceStep:
         moves = self.pages.moves(request.kv, request.computed, request.computed + count, request.prompt_tokens)
-        return request.part(count, self._limits.page_tokens, now_s, moves)
+        return request.part(count, self.limits.page_tokens, now_s, moves)
 
     def _prefilling(self) -> tuple[list[Request], list[Request]]:
         """Who is short, in the order of becoming so, and who is long, in the order of arrival.
@@ -262,7 +262,7 @@ class Core:
         return short, long
 
     def _is_short(self, request: Request) -> bool:
-        return is_short(request.pending, self._limits.demand_tokens, self._limits.chunk_tokens)
+        return is_short(request.pending, self.limits.demand_tokens, self.limits.chunk_tokens)
 
     def _with_pages(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Gives each of `chosen` its pages, the youngest requests' if need be; those that were not preempted for it."""
@@ -283,7 +283,7 @@ class Core:
     def _fits(self, request: Request) -> bool:
         """Whether there is a place and pages for all its tokens, when each running request has what is left of its own
         prompt, and a page in any case."""
-        if len(self._running) >= self._limits.max_running or not self.pages.room_for_state:
+        if len(self._running) >= self.limits.max_running or not self.pages.room_for_state:
             return False
         return not self._running or self.pages.cost(request.tokens) <= self._room()
 

@@ -30,6 +30,10 @@ def stats_reply(lanes: Sequence[Lane], tally: Tally, dropped_frames: int) -> Sta
         streamed=total([core.counters["streamed"] for core in cores]),
         dropped_frames=dropped_frames,
         workers=[worker_counters(lane) for lane in lanes],
+        state_slots_free=sum(core.pages.states.free for core in cores),
+        state_snapshots=sum(core.pages.states.snapshots for core in cores),
+        state_slots_total=sum(core.pages.states.total for core in cores),
+        state_nbytes=sum(core.limits.state_nbytes for core in cores),
     )
 
 
@@ -48,4 +52,8 @@ def worker_counters(lane: Lane) -> WorkerCounters:
         decode=core.counters["decode"],
         demand=core.counters["demand"],
         streamed=core.counters["streamed"],
+        state_slots_free=core.pages.states.free,
+        state_snapshots=core.pages.states.snapshots,
+        state_slots_total=core.pages.states.total,
+        state_nbytes=core.limits.state_nbytes,
     )

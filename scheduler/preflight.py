@@ -146,6 +146,8 @@ def wanted(config: ServingConfig, workers: int = 1) -> Wanted:
         embedding_placement=config.token_embedding_placement,
         kv_placement=config.kv_placement,
         workers=workers,
+        state_slots=0 if config.state_slots == "auto" else config.state_slots,
+        prefix_cache=not config.disable_prefix_cache,
     )
 
 

@@ -210,6 +210,10 @@ class WorkerCounters(Struct, frozen=True):
     decode: ModeCounters
     demand: ModeCounters
     streamed: ModeCounters
+    state_slots_free: int = 0
+    state_snapshots: int = 0
+    state_slots_total: int = 0
+    state_nbytes: int = 0
 
 
 class StatsReply(Struct, frozen=True, tag=True):
@@ -222,6 +226,10 @@ class StatsReply(Struct, frozen=True, tag=True):
     them or not; those neither free nor cached are the own of running requests, and of some that ended while a step of
     theirs was out, until it is back. `cached_tokens` were prompt tokens not computed because their KV was cached, for
     each of several answers; `preempted` counts each time that a request gave its pages back and waited again.
+
+    Of a model with recurrent state, `state_snapshots` of the `state_slots_total` hold a state from which requests may
+    go on; those neither free nor that are the own of running requests, or being written by the step that is out.
+    `state_nbytes` are those of all slots.
     """
 
     waiting: int
@@ -242,6 +250,10 @@ class StatsReply(Struct, frozen=True, tag=True):
     streamed: ModeCounters
     dropped_frames: int
     workers: list[WorkerCounters]
+    state_slots_free: int = 0
+    state_snapshots: int = 0
+    state_slots_total: int = 0
+    state_nbytes: int = 0
 
 
 class Done(Struct, frozen=True, tag=True):

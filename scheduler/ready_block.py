@@ -27,10 +27,20 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str)
         **expert_lines(placement, facts),
         "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}{kv_where}; one request may take "
         f"{facts['max_model_len']}",
+        **state_lines(facts),
         "event loop": facts["event_loop"],
         "try": _client_command(endpoint),
     }
     return f"Ready in {age_s:.1f} s\n" + "\n".join(f"  {key:<12}{value}" for key, value in lines.items())
+
+
+def state_lines(facts: Facts) -> dict[str, str]:
+    """The Ready block's line about recurrent states, if the model has any."""
+    if not facts["state_slots"]:
+        return {}
+    return {
+        "states": f"{facts['state_slots']} recurrent states, of requests and snapshots; {_mb(facts['state_nbytes'])}"
+    }
 
 
 def expert_lines(placement: Placement, facts: Facts) -> dict[str, str]:

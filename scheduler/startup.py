@@ -45,6 +45,7 @@ def load_request(config: SchedulerConfig) -> Load:
         vram_reserve_nbytes=0 if config.vram_reserve_bytes == "auto" else config.vram_reserve_bytes,
         embedding_placement=config.token_embedding_placement,
         kv_placement=config.kv_placement,
+        state_slots=0 if config.state_slots == "auto" else config.state_slots,
         load_format=config.load_format,
         demand_prefill=config.demand_tokens > 0,
         deadline_s=config.ready_timeout_s,
@@ -122,6 +123,8 @@ def new_core(config: SchedulerConfig, demand_tokens: int, facts: Loaded) -> Core
         demand_tokens=demand_tokens,
         chunk_tokens=config.chunked_prefill_size,
         prefix_cache=not config.disable_prefix_cache,
+        state_slots=facts.state_slots,
+        state_nbytes=facts.state_nbytes,
     )
     return Core(limits)
 
@@ -144,6 +147,8 @@ def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded])
         "kv_tokens": first.kv_tokens,
         "kv_nbytes": first.kv_nbytes,
         "kv_placement": config.kv_placement,
+        "state_slots": first.state_slots,
+        "state_nbytes": first.state_nbytes,
         "max_model_len": service.max_model_len,
         "demand_tokens": service.demand_tokens,
         "copy_engine": first.copy_engine,

@@ -39,6 +39,7 @@ FLAGS = {
     "--vram-reserve-bytes": "auto",
     "--token-embedding-placement": "device",
     "--kv-placement": "device",
+    "--state-slots": "auto",
     "--disable-prefix-cache": False,
     "--dtype": "auto",
     "--load-format": "auto",
@@ -129,6 +130,8 @@ def free_host_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     [
         ([], Wanted(max_running=16)),
         (["--slots", "7", "--kv-tokens", "99", "--demand-tokens", "0"], Wanted(7, 99, False, max_running=16)),
+        (["--state-slots", "40"], Wanted(max_running=16, state_slots=40)),
+        (["--disable-prefix-cache"], Wanted(max_running=16, prefix_cache=False)),
         (["--kv-placement", "host"], Wanted(max_running=16, kv_placement="host")),
         (["--token-embedding-placement", "host"], Wanted(max_running=16, embedding_placement="host")),
         (["--chunked-prefill-size", "5", "--max-running-requests", "3"], Wanted(max_step_tokens=5, max_running=3)),
@@ -159,7 +162,8 @@ FACTS: dict[str, Any] = {
     "model": "m", "workers": 2, "device": "cuda:0 NVIDIA H200, cuda:1 NVIDIA H200", "dtype": "bfloat16",
     "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 1,
     "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host", "max_model_len": 16,
-    "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop",
+    "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop", "state_slots": 32,
+    "state_nbytes": 64_000_000,
 }  # fmt: skip
 
 
@@ -171,9 +175,12 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
         "cuda, --device auto: a GPU was found",
         "pinned memory, copied by a thread: GPU 0 cannot share its memory",
         "16 tokens, 0.0 MB of pinned host memory; one request may take 16",
+        "states      32 recurrent states, of requests and snapshots; 64.0 MB",
         "random weights",
     ):
         assert words in block, block
+    without = ready_block(made_up, placement, Ready(FACTS | {"state_slots": 0}), "tcp://127.0.0.1:1")
+    assert "recurrent" not in without
 
 
 def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:

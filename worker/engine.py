@@ -90,6 +90,7 @@ def _budget(model: Model, dtype: Dtype, record: RecordLayout | None, load: Load,
         vram_reserve_nbytes=load.vram_reserve_nbytes,
         embedding_placement=load.embedding_placement,
         kv_placement=load.kv_placement,
+        state_slots=load.state_slots,
     )
     return backend.plan(spec, dtype, record_nbytes, wanted)
 

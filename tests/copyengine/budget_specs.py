@@ -1,8 +1,10 @@
 """Models for the tests of what memory takes."""
 
+from msgspec.structs import asdict, replace
+
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
-from copyengine.model_spec import ModelSpec
+from copyengine.model_spec import GqaSpec, ModelSpec
 from kernels.formats import layout
 
 GB = 10**9
@@ -16,6 +18,23 @@ def spec_of(experts: int, per_token: int, sizes: Sizes = TINY) -> ModelSpec:
     """Of `sizes`, with these experts."""
     config = model_config(sizes) | {"num_experts": experts, "num_experts_per_tok": per_token}
     return parse_spec(config)
+
+
+STATE_NBYTES = 1000
+
+
+class GqaWithState(GqaSpec, frozen=True, tag="gqa_with_state"):
+    """Attention that keeps a recurrent state besides."""
+
+    @property
+    def state_nbytes(self) -> int:
+        return STATE_NBYTES
+
+
+def with_state(spec: ModelSpec) -> ModelSpec:
+    """`spec` with a state of STATE_NBYTES in its first layer."""
+    first, *others = spec.layers
+    return replace(spec, layers=(replace(first, attention=GqaWithState(**asdict(first.attention))), *others))
 
 
 def record_of(spec: ModelSpec, dtype: str = "bfloat16") -> int:

@@ -23,7 +23,16 @@ from copyengine.model_spec import ModelSpec
 from copyengine.reckoning import reckon, reckon_gpu
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
-from tests.copyengine.budget_specs import GB, NVFP4_RECORD, TINY, flash_next, record_of, spec_of
+from tests.copyengine.budget_specs import (
+    GB,
+    NVFP4_RECORD,
+    STATE_NBYTES,
+    TINY,
+    flash_next,
+    record_of,
+    spec_of,
+    with_state,
+)
 
 
 def test_the_built_in_model() -> None:
@@ -228,6 +237,61 @@ def check_sizes(budget: Budget, spec: ModelSpec, dtype: str, wanted: Wanted) -> 
     assert least_slots(spec, wanted.demand_prefill) <= budget.slots <= 2 * experts
     if wanted.slots and experts:
         assert budget.slots == min(wanted.slots, 2 * experts)
+
+
+@pytest.mark.parametrize(("running", "cache", "slots"), [(1, True, 17), (16, True, 32), (16, False, 16)])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_automatic_state_slots_are_one_for_each_request_and_some_for_snapshots(
+    running: int, cache: bool, slots: int, on_gpu: bool
+) -> None:
+    spec, wanted = with_state(spec_of(8, 2)), Wanted(max_running=running, prefix_cache=cache)
+    record = record_of(spec)
+    budget = (reckon_gpu if on_gpu else reckon)(spec, "bfloat16", record, 10 * GB, wanted)
+    assert (budget.state_slots, budget.state_nbytes) == (slots, slots * STATE_NBYTES)
+    (part,) = [part for part in budget.parts if part.name == f"recurrent states ({slots})"]
+    assert part.nbytes == budget.state_nbytes
+
+
+def test_state_slots_that_are_asked_for() -> None:
+    """As many as that, at least one for each request, and none for a model without a state."""
+    spec, record = with_state(spec_of(8, 2)), record_of(spec_of(8, 2))
+    for asked in (16, 17, 1000):
+        assert reckon(spec, "bfloat16", record, GB, Wanted(max_running=16, state_slots=asked)).state_slots == asked
+    with pytest.raises(ConfigError, match=r"--state-slots 15 .*--state-slots 16 .*--max-running-requests 15"):
+        reckon(spec, "bfloat16", record, GB, Wanted(max_running=16, state_slots=15))
+    with pytest.raises(ConfigError, match=r"--state-slots 20: .*no recurrent state; leave --state-slots out"):
+        reckon(spec_of(8, 2), "bfloat16", record, GB, Wanted(state_slots=20))
+
+
+@given(
+    running=st.integers(1, 40),
+    asked=st.just(0) | st.integers(40, 60),
+    kv_tokens=st.just(0) | st.integers(1, 1000),
+    available=st.integers(0, 3_000_000),
+    more=st.integers(0, 2000) | st.integers(0, 1_000_000),
+    on_gpu=st.booleans(),
+)
+def test_states_take_their_part_and_with_more_memory_nothing_is_less(
+    running: int, asked: int, kv_tokens: int, available: int, more: int, on_gpu: bool
+) -> None:
+    """Fewer snapshots than wanted are planned only if they would take more than their share."""
+    spec = with_state(spec_of(64, 2))
+    wanted = Wanted(kv_tokens=kv_tokens, max_step_tokens=8, max_running=running, state_slots=asked)
+
+    def budget_of(nbytes: int) -> Budget:
+        if on_gpu:
+            return reckon_gpu(spec, "bfloat16", record_of(spec), nbytes, wanted, 1000)
+        return reckon(spec, "bfloat16", record_of(spec), nbytes, wanted)
+
+    budget, larger = budget_of(available), budget_of(available + more)
+    assert budget.state_nbytes == budget.state_slots * STATE_NBYTES
+    for each in (budget, larger):
+        assert each.total_nbytes == sum(part.nbytes for part in each.parts)
+        assert each.state_slots == asked if asked else running <= each.state_slots <= running + 16
+    if budget.total_nbytes > available:
+        assert budget.state_slots == (asked or running)
+    assert larger.state_slots >= budget.state_slots
+    assert larger.slots >= budget.slots and larger.kv_tokens >= budget.kv_tokens
 
 
 def test_automatic_slots_of_the_host_are_a_quarter_of_the_experts() -> None:

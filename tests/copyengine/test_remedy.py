@@ -9,13 +9,14 @@ from msgspec.structs import replace
 
 from copyengine.budget import Wanted
 from copyengine.planning import FreeGpu, Plan
-from tests.copyengine.budget_specs import GB, NVFP4_RECORD, flash_next
+from tests.copyengine.budget_specs import GB, NVFP4_RECORD, flash_next, with_state
 
 FIELDS = {
     "--slots": ("slots", 1),
     "--kv-tokens": ("kv_tokens", 16),
     "--chunked-prefill-size": ("max_step_tokens", 1),
     "--max-running-requests": ("max_running", 1),
+    "--state-slots": ("state_slots", 1),
     "--vram-reserve-bytes": ("vram_reserve_nbytes", 1),
     "--workers": ("workers", 1),
 }
@@ -62,6 +63,17 @@ def test_the_change_is_enough_and_no_larger_than_needed(
     assert plan.survey(changed).short_nbytes <= 0
     if less is not None and less != wanted:
         assert plan.survey(less).short_nbytes > 0
+
+
+def test_state_slots_beside_those_of_running_requests_can_be_fewer() -> None:
+    """A state of 1,000 bytes: a million more than the requests' are 1 GB."""
+    plan = Plan(with_state(SPEC), "bfloat16", NVFP4_RECORD, 128 * GB, (FreeGpu("X", 8 * GB),))
+    wanted = Wanted(kv_tokens=16, max_step_tokens=64, max_running=4, state_slots=3_000_000)
+    words = plan.refusal(plan.survey(wanted), wanted)
+    assert "recurrent states (3000000) 3,000 MB" in words
+    changed, less = fixed(words, wanted)
+    assert less is not None and 4 < changed.state_slots < 3_000_000
+    assert plan.survey(changed).short_nbytes <= 0 < plan.survey(less).short_nbytes
 
 
 @pytest.mark.parametrize(
