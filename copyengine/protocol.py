@@ -94,6 +94,7 @@ class Loaded(Struct, frozen=True, tag=True):
     bank_nbytes: int  # all banks together, exactly as allocated
     read_nbytes: int  # bytes read from the checkpoint's files for it, headers not counted
     load_s: float
+    input_scales: list[tuple[float, float]] = []  # of each bank, gate_up's and down's, if experts quantise their inputs
 
 
 class Attached(Struct, frozen=True, tag=True):

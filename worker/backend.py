@@ -1,6 +1,6 @@
 """What a worker runs on, the host or one GPU, as the rest of it sees that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from copyengine.device import OnBytes
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Attach, Dtype
 from kernels.formats import RecordLayout
+from kernels.grouped_gemm import InputScales
 from worker.geometry import SlotGeometry
 from worker.host_memory import HostMemory
 from worker.kv import KvCache
@@ -59,6 +60,7 @@ class PoolOrder:
     deadline_s: float
     on_release: Callable[[str], None]
     on_bytes: OnBytes
+    input_scales: Sequence[InputScales] = ()  # each bank's, if the layout's experts quantise their inputs
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class CudaBackend:
             order.deadline_s,
             order.on_release,
             order.on_bytes,
+            order.input_scales,
         )
         return slots, slots
 

@@ -9,7 +9,7 @@ step then fails as a whole, and every slot that it used is forgotten. Waiting an
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,6 +24,7 @@ from copyengine.wire.errors import CopyFailed, SlotstreamError
 from kernels import admit
 from kernels.flag_wait import spin_until_set
 from kernels.formats import RecordLayout
+from kernels.grouped_gemm import InputScales
 from worker.expert_stats import Traffic, TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
@@ -59,18 +60,20 @@ class DeviceSlots:
         deadline_s: float = 30.0,
         on_release: Callable[[str], None] = lambda _: None,
         on_bytes: OnBytes | None = None,
+        input_scales: Sequence[InputScales] = (),
     ) -> None:
         """Allocates pool, flags and ring, all or none; ConfigError if there is not enough memory.
 
         `tensor_of(memory, nbytes)` is device memory as [nbytes] uint8. `wake`, `on_release`, `on_bytes` as for
-        host_slots.ExpertSlots. No layer's copies are waited for longer than `deadline_s`, nor those of a whole step
-        that runs as one graph.
+        host_slots.ExpertSlots, `input_scales` as for host_experts.HostExperts. No layer's copies are waited for longer
+        than `deadline_s`, nor those of a whole step that runs as one graph.
         """
         self.geometry = geometry
         self._worker = worker
         self._device = device
         self._stream = stream
         self.layout = layout
+        self._input_scales = input_scales
         self._wake = wake
         self._mode: Mode | None = None
         self._counters = TrafficCounters(geometry.layers, geometry.record_nbytes)
@@ -191,7 +194,8 @@ class DeviceSlots:
 
     def __call__(self, layer: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See worker.model.moe.Experts. Nothing in it waits for the device or takes a value from it."""
-        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts)
+        scales = self._input_scales[layer] if self._input_scales else None
+        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts, scales)
         if self._mode == "streamed":
             self._streamed(layer, rows)
         else:

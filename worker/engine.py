@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -14,7 +14,9 @@ from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
 from copyengine.records import record_layout
+from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
+from kernels.grouped_gemm import InputScales
 from worker.backend import Backend, PoolOrder, Rehearsal, Slots
 from worker.dense_steps import DenseSteps
 from worker.dummy import dummy_dense
@@ -158,10 +160,12 @@ def make_pool(
     wake: Callable[[], None],
     on_release: Callable[[str], None],
     on_progress: OnProgress,
+    input_scales: Sequence[tuple[float, float]] = (),
 ) -> Pool | None:
     """The slot pool, empty; None for a dense model. ConfigError if there is not enough memory.
 
-    `wake` and `on_release` are called as ExpertSlots says.
+    `wake` and `on_release` are called as ExpertSlots says; `input_scales` are gate_up's and down's of each bank, if the
+    model's experts quantise their inputs.
     """
     moe = prepared.model.spec.moe
     if moe is None or prepared.record is None:
@@ -175,8 +179,10 @@ def make_pool(
         max_query=prepared.budget.query_experts,
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
-    record = prepared.record
-    order = PoolOrder(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add)
+    record, scales = prepared.record, [InputScales(*pair) for pair in input_scales]
+    if len(scales) != (geometry.layers if record.kind.quantised_inputs else 0):
+        raise ConfigError(f"the copy engine has input scales of {len(scales)} MoE layers for {record.kind}")
+    order = PoolOrder(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add, scales)
     return Pool(*backend.make_slots(order))
 
 

@@ -43,7 +43,8 @@ class HostBackend:
             order.on_release,
             order.on_bytes,
         )
-        return slots, HostExperts(slots, torch.from_numpy(slots.pool_bytes), order.layout, order.geometry.experts)
+        pool = torch.from_numpy(slots.pool_bytes)
+        return slots, HostExperts(slots, pool, order.layout, order.geometry.experts, order.input_scales)
 
     def allocate_host(self, nbytes: int) -> HostMemory:
         """See Backend: memory like any other."""

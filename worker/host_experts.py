@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from kernels.formats import RecordLayout
-from kernels.grouped_gemm import combine, grouped_gemm
+from kernels.grouped_gemm import InputScales, combine, grouped_gemm
 from kernels.moe_align import moe_align
 
 
@@ -34,18 +34,28 @@ class ExpertGroups(Protocol):
 class HostExperts:
     """See worker.model.moe.Experts. The host decides between router and GEMM, which on the host costs nothing."""
 
-    def __init__(self, source: ExpertGroups, pool: torch.Tensor, layout: RecordLayout, experts: int) -> None:
-        """`pool` [pool_slots, record_nbytes] uint8 holds records of `layout`; E = `experts`."""
+    def __init__(
+        self,
+        source: ExpertGroups,
+        pool: torch.Tensor,
+        layout: RecordLayout,
+        experts: int,
+        input_scales: Sequence[InputScales] = (),
+    ) -> None:
+        """`pool` [pool_slots, record_nbytes] uint8 holds records of `layout`; E = `experts`; `input_scales` each
+        bank's, if the layout's experts quantise their inputs."""
         self._source = source
         self._pool = pool
         self._layout = layout
         self._num_experts = experts
+        self._input_scales = input_scales
 
     def __call__(self, layer: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See worker.model.moe.Experts. Raises as the source does."""
         alignment = moe_align(experts, self._num_experts)
         routed_to = alignment.offsets.diff().nonzero().flatten().tolist()
         rows = x.new_empty(experts.numel(), x.shape[1])
+        scales = self._input_scales[layer] if self._input_scales else None
         for group in self._source.groups(layer, routed_to):
-            grouped_gemm(x, weights, alignment, self._pool, self._layout, group.experts, group.slots, rows)
+            grouped_gemm(x, weights, alignment, self._pool, self._layout, group.experts, group.slots, rows, scales)
         return combine(rows, x.shape[0])

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.formats import RecordLayout
-from kernels.grouped_gemm import arrange, block_rows, combine, grouped_gemm_slots
+from kernels.grouped_gemm import InputScales, arrange, block_rows, combine, grouped_gemm_slots
 from kernels.moe_align import align_in_blocks
 
 
@@ -11,9 +11,16 @@ class LayerRows:
     """The T * K rows of a layer. Nothing here takes a value from the device."""
 
     def __init__(
-        self, layout: RecordLayout, num_experts: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+        self,
+        layout: RecordLayout,
+        num_experts: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        input_scales: InputScales | None = None,
     ) -> None:
-        """`x` [T, H], `weights` [T, K] float32, `experts` [T, K] int32 of E = `num_experts`."""
+        """`x` [T, H], `weights` [T, K] float32, `experts` [T, K] int32 of E = `num_experts`; `input_scales` the
+        layer's, if its experts quantise their inputs."""
         tokens, k = weights.shape
         self.routes = tokens * k
         rows = block_rows(tokens, k, num_experts, layout)
@@ -22,6 +29,7 @@ class LayerRows:
         self._x = arrange(x, layout)
         self._weights = weights
         self._layout = layout
+        self._input_scales = input_scales
         self._num_experts = num_experts
         self._mid = x.new_empty(self.routes, layout.intermediate)
         self._rows = x.new_empty(self.routes, layout.hidden)
@@ -40,6 +48,7 @@ class LayerRows:
             self._rows,
             arranged=True,
             mid=self._mid,
+            input_scales=self._input_scales,
         )
 
     def combined(self) -> torch.Tensor:

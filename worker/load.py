@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, TypeVar
 
+from copyengine.protocol import Loaded
 from copyengine.protocol import LoadProgress as BankProgress
 from copyengine.wire.errors import ConfigError, PeerError
 from worker.compute import ComputeThread
@@ -54,12 +55,19 @@ class EngineLoader:
         tell = self._from_thread(on_progress)
         await self._link.start_clean(load.deadline_s)
         checked = await compute.run(lambda: engine.prepare(load, backend))
-        bank_nbytes = await self._fill_banks(load, checked, on_progress)
+        banks = await self._fill_banks(load, checked, on_progress)
         prepared = await compute.run(lambda: engine.fit(checked, load, backend))
         lost: asyncio.Future[str] = self._loop.create_future()
         pool = await compute.run(
             lambda: engine.make_pool(
-                prepared, backend, self._config.name, self._run_id, self._wake, self._from_thread(_first(lost)), tell
+                prepared,
+                backend,
+                self._config.name,
+                self._run_id,
+                self._wake,
+                self._from_thread(_first(lost)),
+                tell,
+                banks.input_scales,
             ),
             discard=lambda made: _close(made.slots if made else None),
         )
@@ -73,7 +81,7 @@ class EngineLoader:
             await compute.run(lambda: _close(slots))
             raise
         load_s = time.monotonic() - start_s
-        facts = engine.facts_of(prepared, backend, kv, slots, bank_nbytes, self._link.kind, load_s)
+        facts = engine.facts_of(prepared, backend, kv, slots, banks.bank_nbytes, self._link.kind, load_s)
         return engine.Engine(facts, runner, slots, backend, lost)
 
     def close(self) -> None:
@@ -81,8 +89,8 @@ class EngineLoader:
         for task in self._tasks:
             task.cancel()
 
-    async def _fill_banks(self, load: Load, prepared: "Prepared", on_progress: OnProgress) -> int:
-        """Bytes of the copy engine's banks, once they are filled."""
+    async def _fill_banks(self, load: Load, prepared: "Prepared", on_progress: OnProgress) -> Loaded:
+        """What the copy engine says of its banks, once they are filled."""
 
         def relay(progress: BankProgress) -> None:
             on_progress(LoadProgress(progress.phase, progress.done_nbytes, progress.total_nbytes))
@@ -91,7 +99,7 @@ class EngineLoader:
         expected = prepared.record.record_nbytes if prepared.record else 0
         if banks.record_nbytes != expected:
             raise ConfigError(f"the copy engine's expert records have {banks.record_nbytes} bytes, not {expected}")
-        return banks.bank_nbytes
+        return banks
 
     async def _attach(self, slots: "Slots | None") -> None:
         """Have the slots served, and released if the copy engine dies. Nothing to do for a dense model."""

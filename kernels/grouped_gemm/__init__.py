@@ -1,12 +1,16 @@
 """The experts of a group over the rows routed to them, and the sum over each token's K experts."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from kernels.formats import QUANTISED, ExpertFormat, RecordLayout
 from kernels.grouped_gemm import cost, ref
+from kernels.grouped_gemm.ref import InputScales
 from kernels.moe_align import Alignment, Blocks, max_blocks
+
+__all__ = ["InputScales", "arrange", "block_rows", "combine", "grouped_gemm", "grouped_gemm_slots", "variant"]
 
 _DTYPES = {
     "bfloat16": (torch.bfloat16,),
@@ -26,25 +30,27 @@ def grouped_gemm(
     experts: Sequence[int],
     slots: Sequence[int],
     out_rows: torch.Tensor,
+    input_scales: InputScales | None = None,
 ) -> None:
     """Writes `weights[t, k] * down(act(gate(x[t]), up(x[t])))` into `out_rows[t * K + k]` for this group's experts.
 
     Biases and `act` are those of `layout.kind`; see kernels.formats.ExpertFormat.
     `x` is [T, H] in the layout's element type (of quantised experts bfloat16, or float32), `weights` [T, K] float32,
     `pool` [pool_slots, record_nbytes] uint8, `out_rows` [T * K, H] like x; expert `experts[i]` is read from slot
-    `slots[i]`.
+    `slots[i]`. `input_scales` are the layer's if `layout.kind.quantised_inputs`, None if not.
     Rows routed to experts outside the group are left alone. The values of a row depend on x, the routing and the
     weights only: not on the slot, the size of the pool or the cut into groups. ValueError for shapes or types that do
     not fit together.
     """
     _expect_rows(x, weights, alignment.routes, pool, layout, out_rows)
+    _expect_scales(layout, input_scales)
     if len(experts) != len(slots):
         raise ValueError(f"{len(experts)} experts but {len(slots)} slots")
     if any(not 0 <= slot < pool.shape[0] for slot in slots):
         raise ValueError(f"slots must be in 0..{pool.shape[0] - 1}, not {list(slots)}")
     if any(not 0 <= expert < alignment.offsets.shape[0] - 1 for expert in experts):
         raise ValueError(f"experts must be in 0..{alignment.offsets.shape[0] - 2}, not {list(experts)}")
-    ref.grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows)
+    ref.grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows, input_scales)
 
 
 def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> int:
@@ -69,6 +75,7 @@ def grouped_gemm_slots(
     out_rows: torch.Tensor,
     arranged: bool = False,
     mid: torch.Tensor | None = None,
+    input_scales: InputScales | None = None,
 ) -> None:
     """`grouped_gemm` over the experts `span[0] .. span[1] - 1` that have a slot; what decides is on the device.
 
@@ -81,6 +88,7 @@ def grouped_gemm_slots(
     ValueError for shapes or types that do not fit together.
     """
     _expect_rows(x, weights, blocks.routes, pool, layout, out_rows)
+    _expect_scales(layout, input_scales)
     num_experts = blocks.starts.shape[0] - 1
     _expect("slot_of", slot_of, (num_experts,), torch.int32)
     _expect("span", span, (2,), torch.int32)
@@ -93,7 +101,7 @@ def grouped_gemm_slots(
     if mid is not None:
         _expect("mid", mid, (tokens * k, layout.intermediate), x.dtype)
     if not x.is_cuda:
-        ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows)
+        ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows, input_scales)
         return
     if layout.format in QUANTISED - {"nvfp4"} or layout.kind != ExpertFormat(layout.format):
         raise ValueError(f"no grouped GEMM on a CUDA device for {layout.kind}")
@@ -154,14 +162,21 @@ def _expect_rows(
 ) -> None:
     tokens, k = weights.shape
     dtypes = _DTYPES.get(layout.format)
-    if dtypes is None or layout.kind.quantised_inputs:
-        raise ValueError(f"no grouped GEMM for {layout.kind}")
+    if dtypes is None:
+        raise ValueError(f"no grouped GEMM for expert format {layout.format!r}")
     dtype = x.dtype if x.dtype in dtypes else dtypes[0]
     _expect("x", x, (tokens, layout.hidden), dtype)
     _expect("weights", weights, (tokens, k), torch.float32)
     _expect("out_rows", out_rows, (tokens * k, layout.hidden), dtype)
     _expect("pool", pool, (pool.shape[0], layout.record_nbytes), torch.uint8)
     _expect("routes", routes, (tokens * k,), torch.int32)
+
+
+def _expect_scales(layout: RecordLayout, input_scales: InputScales | None) -> None:
+    if layout.kind.quantised_inputs != (input_scales is not None):
+        raise ValueError(f"input_scales must be the layer's two, for quantised inputs alone, not {input_scales}")
+    if input_scales and not all(0 < scale < math.inf for scale in input_scales):
+        raise ValueError(f"input_scales must be above 0 and finite, not {input_scales}")
 
 
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

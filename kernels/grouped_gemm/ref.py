@@ -8,13 +8,22 @@ gathered into an allocation of their own, and its weights start where its field 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kernels.formats import QUANTISED, RecordLayout
 from kernels.moe_align import Alignment, Blocks
-from kernels.quant import Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4, dequant
+from kernels.quant import Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4, dequant, quantised_inputs
+
+
+class InputScales(NamedTuple):
+    """Of a layer whose experts quantise their inputs: one for x, one for the input of down; float32, above 0."""
+
+    gate_up: float
+    down: float
+
 
 SWIGLU_ALPHA = 1.702
 """Of the clamped SwiGLU's sigmoid."""
@@ -33,6 +42,14 @@ def biases(record: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> tu
     if not layout.kind.bias:
         return 0.0, 0.0
     return tuple(_field(record, layout, f"{name}_bias", torch.float32).to(dtype) for name in ("gate_up", "down"))
+
+
+def linear(x: torch.Tensor, matrix: torch.Tensor, input_scale: float | None) -> torch.Tensor:
+    """x W^T; with an input scale, of x as it is quantised under that."""
+    if input_scale is None:
+        return functional.linear(x, matrix)
+    product = functional.linear(quantised_inputs(x, input_scale), matrix)
+    return (product.to(torch.float32) * input_scale).to(x.dtype)
 
 
 def activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -77,6 +94,7 @@ def grouped_gemm(
     experts: Sequence[int],
     slots: Sequence[int],
     out_rows: torch.Tensor,
+    input_scales: InputScales | None,
 ) -> None:
     k = weights.shape[1]
     routes = alignment.routes.to(torch.int64)
@@ -88,9 +106,10 @@ def grouped_gemm(
             continue
         gate_up_matrix, down_matrix = matrices(pool[slot], layout, x.dtype)
         gate_up_bias, down_bias = biases(pool[slot], layout, x.dtype)
-        gate, up = (functional.linear(x[rows // k], gate_up_matrix) + gate_up_bias).chunk(2, dim=-1)
+        gate_up = linear(x[rows // k], gate_up_matrix, input_scales.gate_up if input_scales else None) + gate_up_bias
+        gate, up = gate_up.chunk(2, dim=-1)
         hidden = activation(gate, up, layout.kind.swiglu_limit)
-        out = functional.linear(hidden, down_matrix) + down_bias
+        out = linear(hidden, down_matrix, input_scales.down if input_scales else None) + down_bias
         out_rows[rows] = (out * row_weights[rows]).to(out_rows.dtype)
 
 
@@ -103,13 +122,16 @@ def grouped_gemm_slots(
     slot_of: torch.Tensor,
     span: torch.Tensor,
     out_rows: torch.Tensor,
+    input_scales: InputScales | None,
 ) -> None:
     begin, end = span.tolist()
     starts = blocks.starts.tolist()
     slot = slot_of.tolist()
     experts = [e for e in range(begin, end) if starts[e] < starts[e + 1] and slot[e] >= 0]
     slots = [slot[e] for e in experts]
-    grouped_gemm(x, weights, Alignment(blocks.routes, _offsets(blocks)), pool, layout, experts, slots, out_rows)
+    grouped_gemm(
+        x, weights, Alignment(blocks.routes, _offsets(blocks)), pool, layout, experts, slots, out_rows, input_scales
+    )
 
 
 def _offsets(blocks: Blocks) -> torch.Tensor:

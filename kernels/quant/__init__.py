@@ -82,6 +82,17 @@ def quant_fp8_tensor(weight: torch.Tensor) -> Fp8Tensor:
     return Fp8Tensor(codes, scales.reshape(()) if scales.numel() else scales.new_ones(()))
 
 
+def quantised_inputs(x: torch.Tensor, input_scale: float) -> torch.Tensor:
+    """x [T, K] as W4A4 takes it, in units of `input_scale`: [T, K] like x, E2M1[code] * scale[t, k // 16], exact.
+
+    K is a multiple of 16. Each block's scale is its largest magnitude / 6 / input_scale, rounded to E4M3 and at most
+    448, each code the nearest to x / (scale * input_scale), ties to the even code; all in float32, each operation
+    rounded to nearest. A block with not-a-number in it is not a number. ValueError for a wrong shape or type.
+    """
+    _expect_blocks(x, NVFP4_BLOCK)
+    return ref.quantised_inputs(x, input_scale)
+
+
 def dequant(matrix: Matrix) -> torch.Tensor:
     """[N, K] float64, exact. ValueError if the shapes do not fit together."""
     match matrix:

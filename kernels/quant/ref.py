@@ -26,6 +26,17 @@ def quant(weight: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torc
     return _packed(blocks, step), scales, global_scale
 
 
+def quantised_inputs(x: torch.Tensor, input_scale: float) -> torch.Tensor:
+    blocks = _blocks(x.to(torch.float32), NVFP4_BLOCK)
+    factor = torch.tensor(input_scale, dtype=torch.float32, device=x.device)
+    scales = (_largest(blocks) / MAGNITUDES[-1] / factor).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    step = (scales * factor).unsqueeze(2)
+    units = torch.where(step > 0, blocks / step, 0.0)
+    return (
+        (_signed(x.device)[nearest_codes(units.to(torch.float64)).long()] * scales.unsqueeze(2)).view_as(x).to(x.dtype)
+    )
+
+
 def quant_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = _blocks(weight.to(torch.float64), MXFP4_BLOCK)
     fraction, exponent = torch.frexp(_largest(blocks) / MAGNITUDES[-1])  # fraction in [0.5, 1), or 0
@@ -94,9 +105,13 @@ def dequant_fp8(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """[N, K / 2] packed -> [N, K] float64."""
-    signed = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.float64, device=codes.device)
     nibbles = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
-    return signed[nibbles.to(torch.int64)]
+    return _signed(codes.device)[nibbles.to(torch.int64)]
+
+
+def _signed(device: torch.device) -> torch.Tensor:
+    """[16] float64: the value of each code."""
+    return torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.float64, device=device)
 
 
 def _power_of_two(scales: torch.Tensor) -> torch.Tensor:
