@@ -9,7 +9,8 @@ import torch
 from copyengine.checkpoint.model import Model, open_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.protocol import Dtype
-from kernels.formats import RecordLayout, layout
+from copyengine.records import record_layout
+from kernels.formats import RecordLayout
 from worker.dense_steps import DenseSteps
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
@@ -81,7 +82,8 @@ def resident_runner(
     weights = load_dense(checkpoint, dtype, CPU, lambda nbytes: None)
     if spec.moe is None:
         return StepRunner(spec, build_model(spec, weights, kv, None), kv, DenseSteps())
-    record = layout(dtype, spec.hidden, spec.moe.intermediate)
+    record = record_layout(spec, dtype)
+    assert record is not None
     pool = torch.from_numpy(read_banks(checkpoint, record).reshape(-1, record.record_nbytes))
     experts = ResidentExperts(len(spec.moe_layers), spec.moe.experts, group)
     on_host = HostExperts(experts, pool, record, spec.moe.experts)

@@ -2,41 +2,24 @@
 """A whole model on a GPU: against the host's run of the same checkpoint, and against itself by other ways."""
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.random_model import Sizes, write_random_model
-from copyengine.device.cuda_worker import CudaWorkerDevice, MappedHostMemory
 from copyengine.protocol import Dtype
-from kernels.formats import layout
-from tests.worker.device_rig import Rig, on_gpu, rig_on
-from tests.worker.resident_experts import read_banks, resident_runner
-from worker.backend import Rehearsal
-from worker.cuda_backend import as_tensor
-from worker.decode_graphs import DecodeGraphs
-from worker.geometry import SlotGeometry
-from worker.host_memory import HostMemory, zeros_in
-from worker.kv import KvCache
-from worker.model import build_model
+from tests.worker.device_model import GREEDY, LONGEST, PAGE_TOKENS, device_model, prompt
+from tests.worker.resident_experts import resident_runner
 from worker.protocol import Changes, Mode, RunStep, Sampling, SequenceStep
-from worker.rehearsal import rehearse
-from worker.step import StepRunner
-from worker.weights import TORCH_DTYPES, load_dense
 
 pytestmark = pytest.mark.gpu
 
 SIZES = Sizes(
     layers=3, hidden=64, intermediate=32, experts=16, experts_per_token=4, heads=4, kv_heads=2, vocab_size=512
 )
-PAGE_TOKENS = 16
-LONGEST = 100
-GREEDY = Sampling()
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
 SEEN = np.arange(0, 512, 3, dtype=np.int32).tobytes()
 CHANGED = Changes(1.3, 0.5, 0.25, seen=SEEN, counts=SEEN, bias={5: 2.0, 400: -3.0})
@@ -48,69 +31,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")
     write_random_model(path, SIZES)
     return str(path)
-
-
-class Device:
-    """The checkpoint on GPU 0."""
-
-    def __init__(self, rig: Rig, runner: StepRunner, kv: KvCache, graphs: DecodeGraphs | None) -> None:
-        self.rig, self.runner, self.kv, self.graphs = rig, runner, kv, graphs
-
-    def prefill(self, sequence: int, tokens: list[int], pages: list[int], mode: Mode = "demand") -> int:
-        token: int = self.runner.run(RunStep(mode, [SequenceStep(sequence, tokens, 0, pages, GREEDY)])).tokens[0]
-        return token
-
-
-@contextmanager
-def device_model(
-    directory: str, dtype: Dtype, slots: int = 20, graphs: bool = False, in_host_memory: bool = False
-) -> Iterator[Device]:
-    """`in_host_memory`: the token embedding and the KV pages are, pinned."""
-    checkpoint = open_model(directory)
-    spec, moe = checkpoint.spec, checkpoint.spec.moe
-    assert moe is not None
-    record = layout(dtype, spec.hidden, moe.intermediate)
-    geometry = SlotGeometry(len(spec.moe_layers), moe.experts, record.record_nbytes, slots, 2, 8)
-    place = on_gpu()
-    with rig_on(place, geometry, record, list(read_banks(checkpoint, record))) as rig:
-        kind, where = TORCH_DTYPES[dtype], place.torch_device
-        mapped: list[MappedHostMemory] = []
-
-        def allocate_host(nbytes: int) -> HostMemory:
-            assert isinstance(place.device, CudaWorkerDevice)
-            mapped.append(place.device.allocate_host(nbytes))
-            return HostMemory(as_tensor(mapped[-1], nbytes), mapped[-1].array)
-
-        allocate = allocate_host if in_host_memory else None
-        kv = KvCache(spec, 64, PAGE_TOKENS, kind, where, zeros_in(allocate) if allocate else None)
-        weights = load_dense(checkpoint, dtype, where, lambda _: None, allocate)
-        model = build_model(spec, weights, kv, rig.slots)
-        by_graph = DecodeGraphs(model, where, 8) if graphs else None
-        load_kernels(Rehearsal(spec, model, kv, rig.slots, 8, LONGEST, 8))
-        yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph), kv, by_graph)
-        torch.cuda.synchronize()
-        for memory in mapped:
-            memory.close()
-    place.close()
-
-
-@torch.inference_mode()
-def load_kernels(rehearsal: Rehearsal) -> None:
-    """All that steps of up to LONGEST tokens launch, whole or by run_full: a first launch may wait for a stream that
-    waits for the copies, which this process makes."""
-    rehearse(rehearsal)
-    for layer in rehearsal.kv.layers:
-        layer.k.zero_()
-        layer.v.zero_()
-    hidden = torch.zeros(LONGEST, rehearsal.spec.hidden, dtype=rehearsal.kv.layers[0].k.dtype, device="cuda")
-    for rows in range(1, LONGEST + 1):
-        logits = rehearsal.model.logits(hidden[:rows])
-    logits[torch.zeros(1, dtype=torch.int64, device="cuda")]
-    torch.cuda.synchronize()
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 512, length)]
 
 
 def test_logits_are_the_hosts(directory: str) -> None:
