@@ -6,25 +6,35 @@ from kernels.attention import cost, ref
 
 
 def attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, pages: torch.Tensor, start: int, scale: float
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    pages: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of the tokens at positions start .. start + n - 1, each over positions up to its own.
 
+    With a `window` each token sees the last `window` positions alone, its own among them; pages before them are not
+    read. `sinks` [heads] float32 is of each head a logit that joins the denominator of the softmax and nothing else.
     `q` is [n, heads, D]; `k_pages` and `v_pages` are [num_pages, page_tokens, kv_heads, D] and hold the new tokens too;
     `pages` [P] int64 are the pages of positions 0 .. start + n - 1, in order (further pages are not read). Head h reads
     kv head h // (heads / kv_heads). Returns [n, heads * D]. On a CUDA device nothing waits for it, and up to 32 heads
     share a kv head, of a D up to 256. ValueError for shapes that do not fit together.
     """
     _expect_heads(q, k_pages, v_pages)
+    _expect_window_and_sinks(q, window, sinks)
     rows, page_tokens = q.shape[0], k_pages.shape[1]
     if pages.ndim != 1 or start < 0 or start + rows > pages.shape[0] * page_tokens:
         raise ValueError(f"positions {start} .. {start + rows - 1} do not fit {tuple(pages.shape)} pages")
     if not q.is_cuda:
-        return ref.attention(q, k_pages, v_pages, pages, start, scale)
+        return ref.attention(q, k_pages, v_pages, pages, start, scale, window, sinks)
     _expect_on_device(q, k_pages, v_pages)
     from kernels.attention import tri
 
-    return tri.attention(q, k_pages, v_pages, pages, start, scale)
+    return tri.attention(q, k_pages, v_pages, pages, start, scale, window, sinks)
 
 
 def decode_attention(
@@ -34,27 +44,31 @@ def decode_attention(
     table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` of one new token of each of B sequences: row b over the positions 0 .. lengths[b] - 1.
 
     `q` is [B, heads, D]; `table` [B, P] int32, of whose row b the first ceil(lengths[b] / page_tokens) pages are read,
-    in order; `lengths` [B] int32 count the new token, and a row of length 0 gives zeros. Pages as for `attention`.
+    in order; `lengths` [B] int32 count the new token, and a row of length 0 gives zeros. Pages, `window` and `sinks` as
+    for `attention`.
     Returns [B, heads * D]. A row depends on its own sequence only: not on B, not on P. On a CUDA device nothing waits
     for it, the launches do not depend on the lengths, and values in tensors are not checked. ValueError for shapes or
     types that do not fit together.
     """
     _expect_heads(q, k_pages, v_pages)
+    _expect_window_and_sinks(q, window, sinks)
     rows = q.shape[0]
     if table.ndim != 2 or table.shape[0] != rows or table.dtype != torch.int32:
         raise ValueError(f"table must be an int32 [{rows}, P] tensor, not {table.dtype} {tuple(table.shape)}")
     if tuple(lengths.shape) != (rows,) or lengths.dtype != torch.int32:
         raise ValueError(f"lengths must be an int32 [{rows}] tensor, not {lengths.dtype} {tuple(lengths.shape)}")
     if not q.is_cuda:
-        return ref.decode_attention(q, k_pages, v_pages, table, lengths, scale)
+        return ref.decode_attention(q, k_pages, v_pages, table, lengths, scale, window, sinks)
     _expect_on_device(q, k_pages, v_pages)
     from kernels.attention import tri
 
-    return tri.decode_attention(q, k_pages, v_pages, table, lengths, scale)
+    return tri.decode_attention(q, k_pages, v_pages, table, lengths, scale, window, sinks)
 
 
 def store_kv(
@@ -99,6 +113,13 @@ def _expect_heads(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor)
     kv_heads, kv_dim = k_pages.shape[2:]
     if kv_dim != head_dim or heads % kv_heads:
         raise ValueError(f"{heads} heads of {head_dim} do not fit {kv_heads} kv heads of {kv_dim}")
+
+
+def _expect_window_and_sinks(q: torch.Tensor, window: int | None, sinks: torch.Tensor | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, not {window}")
+    if sinks is not None and (tuple(sinks.shape) != q.shape[1:2] or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks must be float32 [{q.shape[1]}], not {sinks.dtype} {tuple(sinks.shape)}")
 
 
 def _expect_on_device(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:

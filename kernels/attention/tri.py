@@ -17,6 +17,7 @@ from kernels.attention import cost
 from kernels.attention.cost import Tile
 
 LOG2_E = 1.4426950408889634
+LOG2_E_OF_SINKS = tl.constexpr(LOG2_E)
 MERGE_COLUMNS = tl.constexpr(64)
 """Of D, for each program that merges."""
 
@@ -28,6 +29,8 @@ def attention(
     pages: torch.Tensor,
     start: int,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     plan: tuple[Tile, int] | None = None,
 ) -> torch.Tensor:
     """`plan` is the tile and the splits (a power of two), those of `cost` unless given."""
@@ -37,16 +40,19 @@ def attention(
     if out.numel() == 0:
         return out
     if plan is None:
-        _launch_variants(q.device, q.dtype, heads, tuple(k_pages.shape[1:]))
+        _launch_variants(q.device, q.dtype, heads, tuple(k_pages.shape[1:]), window, sinks is not None)
+    seen = min(start + rows, window or start + rows)
     tile, splits = plan or cost.prefill_plan(
-        rows, heads, kv_heads, head_dim, start + rows, q.element_size(), shared_nbytes(q.device)
+        rows, heads, kv_heads, head_dim, seen, q.element_size(), shared_nbytes(q.device)
     )
     tiles = triton.cdiv(rows * (heads // kv_heads), tile.block_m)
-    share = triton.cdiv(triton.cdiv(start + rows, tile.block_n), splits) * tile.block_n
+    if window is not None:  # of a tile of rows, whose first position begins a block
+        seen = min(start + rows, window + triton.cdiv(tile.block_m, heads // kv_heads) + tile.block_n)
+    share = triton.cdiv(triton.cdiv(seen, tile.block_n), splits) * tile.block_n
     sums, stats = _partials(q, splits) if splits > 1 else (out, out)
     q = q if q.stride(2) == 1 else q.contiguous()
     largest = max(k_pages.numel(), rows * q.stride(0), out.numel() * splits)
-    arguments = launch_arguments(heads, k_pages, tile, wide=largest >= 2**31)
+    arguments = launch_arguments(heads, k_pages, tile, largest >= 2**31, window)
     _prefill[(tiles, kv_heads, splits)](
         q,
         k_pages,
@@ -55,6 +61,7 @@ def attention(
         out,
         sums,
         stats,
+        out if sinks is None else sinks,
         rows,
         start,
         splits,
@@ -63,12 +70,13 @@ def attention(
         q.stride(1),
         scale * LOG2_E,
         SPLIT=splits > 1,
+        SINKS=sinks is not None,
         **arguments,
     )
     if splits > 1:
         grid = merge_grid(rows, heads, head_dim)
-        options = merge_arguments(heads, head_dim, cost.PROGRAMS, tile, decode=False)
-        _merge[grid](sums, stats, out, out, start, splits, share, **options)
+        options = merge_arguments(heads, k_pages, cost.PROGRAMS, tile, False, window, sinks is not None)
+        _merge[grid](sums, stats, out, out, out if sinks is None else sinks, start, splits, share, **options)
     return out
 
 
@@ -79,6 +87,8 @@ def decode_attention(
     table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     plan: tuple[Tile, int] | None = None,
 ) -> torch.Tensor:
     """`plan` is the tile and the splits (a power of two), those of `cost` unless given."""
@@ -91,7 +101,7 @@ def decode_attention(
     sums, stats = _partials(q, splits)
     q = q if q.stride(2) == 1 else q.contiguous()
     table, lengths = table if table.stride(1) == 1 else table.contiguous(), lengths.contiguous()
-    arguments = launch_arguments(heads, k_pages, tile, wide=k_pages.numel() >= 2**31)
+    arguments = launch_arguments(heads, k_pages, tile, k_pages.numel() >= 2**31, window)
     _decode[(splits, kv_heads, rows)](
         q,
         k_pages,
@@ -108,8 +118,8 @@ def decode_attention(
         **arguments,
     )
     grid = merge_grid(rows, heads, head_dim)
-    options = merge_arguments(heads, head_dim, splits, tile, decode=True)
-    _merge[grid](sums, stats, out, lengths, 0, splits, 0, **options)
+    options = merge_arguments(heads, k_pages, splits, tile, True, window, sinks is not None)
+    _merge[grid](sums, stats, out, lengths, out if sinks is None else sinks, 0, splits, 0, **options)
     return out
 
 
@@ -142,7 +152,14 @@ def store_kv(
 
 
 @functools.cache
-def _launch_variants(device: torch.device, dtype: torch.dtype, heads: int, page: tuple[int, int, int]) -> None:
+def _launch_variants(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    page: tuple[int, int, int],
+    window: int | None,
+    with_sinks: bool,
+) -> None:
     """Both kernels that chunks over such pages [page_tokens, kv_heads, D] may need, before the first chunk.
 
     A first launch loads code, for which the driver may wait until the GPU has done all else: it must not come later, in
@@ -151,9 +168,10 @@ def _launch_variants(device: torch.device, dtype: torch.dtype, heads: int, page:
     q = torch.zeros(1, heads, page[2], dtype=dtype, device=device)
     pages = torch.zeros(1, *page, dtype=dtype, device=device)
     table = torch.zeros(1, dtype=torch.int64, device=device)
+    sinks = torch.zeros(heads, dtype=torch.float32, device=device) if with_sinks else None
     whole, split = cost.prefill_tiles(page[2], q.element_size(), shared_nbytes(device))
     for plan in ((whole, 1), (split, 2)):
-        attention(q, pages, pages, table, 0, 1.0, plan)
+        attention(q, pages, pages, table, 0, 1.0, window, sinks, plan)
 
 
 @functools.cache
@@ -163,7 +181,9 @@ def shared_nbytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-def launch_arguments(heads: int, k_pages: torch.Tensor, tile: Tile, wide: bool) -> dict[str, Any]:
+def launch_arguments(
+    heads: int, k_pages: torch.Tensor, tile: Tile, wide: bool, window: int | None = None
+) -> dict[str, Any]:
     """`wide`: offsets into pages, q or results may not fit 32 bits."""
     _, page_tokens, kv_heads, head_dim = k_pages.shape
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -173,6 +193,7 @@ def launch_arguments(heads: int, k_pages: torch.Tensor, tile: Tile, wide: bool) 
         "D": head_dim,
         "PAGE_TOKENS": page_tokens,
         "WIDE": wide,
+        "WINDOW": window or 0,
         "BLOCK_D": block_d,
         "CHUNK": min(block_d, tile.chunk),
         "BLOCK_M": tile.block_m,
@@ -186,11 +207,24 @@ def merge_grid(rows: int, heads: int, head_dim: int) -> tuple[int, int]:
     return rows * heads, triton.cdiv(head_dim, MERGE_COLUMNS.value)
 
 
-def merge_arguments(heads: int, head_dim: int, most_splits: int, tile: Tile, decode: bool) -> dict[str, Any]:
+def merge_arguments(
+    heads: int,
+    k_pages: torch.Tensor,
+    most_splits: int,
+    tile: Tile,
+    decode: bool,
+    window: int | None = None,
+    sinks: bool = False,
+) -> dict[str, Any]:
+    kv_heads, head_dim = k_pages.shape[2:]
     return {
         "HEADS": heads,
+        "GROUP": heads // kv_heads,
         "D": head_dim,
+        "WINDOW": window or 0,
+        "SINKS": sinks,
         "BLOCK_S": most_splits,
+        "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "DECODE": decode,
         "num_warps": 4,
@@ -233,6 +267,7 @@ def _step(
     PAGE_TOKENS: tl.constexpr,
     TOKEN: tl.constexpr,
     WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -254,6 +289,8 @@ def _step(
             k = tl.load(k_ptr + place[:, None] + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0)
             scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
     visible = there[None, :] & (position[None, :] <= last[:, None])
+    if WINDOW > 0:
+        visible = visible & (position[None, :] > last[:, None] - WINDOW)
     scores = tl.where(visible, scores * scale, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing yet
@@ -280,6 +317,7 @@ def _attend(
     PAGE_TOKENS: tl.constexpr,
     TOKEN: tl.constexpr,
     WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -313,6 +351,7 @@ def _attend(
                 PAGE_TOKENS,
                 TOKEN,
                 WIDE,
+                WINDOW,
                 BLOCK_D,
                 CHUNK,
                 BLOCK_N,
@@ -338,12 +377,22 @@ def _attend(
                 PAGE_TOKENS,
                 TOKEN,
                 WIDE,
+                WINDOW,
                 BLOCK_D,
                 CHUNK,
                 BLOCK_N,
             )
             tile += BLOCK_N
     return acc, total, highest
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the block of positions begins that holds the first one which `position` sees: 0 without a window."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    return first
 
 
 @triton.jit
@@ -363,6 +412,7 @@ def _prefill(
     out_ptr,  # [n, KV_HEADS * GROUP * D], written if there is one split
     sums_ptr,  # [n, KV_HEADS * GROUP, splits, D] float32, written if there are several
     stats_ptr,  # [n, KV_HEADS * GROUP, splits, 2] float32
+    sinks_ptr,  # [KV_HEADS * GROUP] float32
     rows,
     start,
     splits,
@@ -375,12 +425,14 @@ def _prefill(
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last ones have most to do
     kv_head = tl.program_id(1)
@@ -391,7 +443,7 @@ def _prefill(
         row = row.to(tl.int64)
     live = row < rows
     head = kv_head * GROUP + pair % GROUP
-    begin = split * share
+    begin = _first_seen(start + tile * BLOCK_M // GROUP, WINDOW, BLOCK_N) + split * share
     end = start + tl.minimum(rows, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     if SPLIT:
         end = tl.minimum(end, begin + share)
@@ -412,6 +464,7 @@ def _prefill(
         PAGE_TOKENS,
         KV_HEADS * D,
         WIDE,
+        WINDOW,
         BLOCK_D,
         CHUNK,
         BLOCK_N,
@@ -421,15 +474,20 @@ def _prefill(
     if SPLIT:
         _store_partial(sums_ptr, stats_ptr, index * splits + split, live, acc, total, highest, D, BLOCK_D)
     else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head) * LOG2_E_OF_SINKS
+            higher = tl.maximum(highest, sink)
+            acc = acc * tl.exp2(highest - higher)[:, None]
+            total = total * tl.exp2(highest - higher) + tl.exp2(sink - higher)
         d = tl.arange(0, BLOCK_D)
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + index[:, None] * D + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
 
 
 @triton.jit
-def _decode_share(length, splits, BLOCK_N: tl.constexpr):
-    """Positions of a split: whole tiles, from the sequence's own length alone."""
-    return tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
+def _decode_share(positions, splits, BLOCK_N: tl.constexpr):
+    """Positions of a split: whole tiles, from those that the sequence sees alone."""
+    return tl.cdiv(tl.cdiv(positions, BLOCK_N), splits) * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -450,6 +508,7 @@ def _decode(
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -461,8 +520,9 @@ def _decode(
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + row)
-    share = _decode_share(length, SPLITS, BLOCK_N)
-    begin = split * share
+    first = _first_seen(length - 1, WINDOW, BLOCK_N)
+    share = _decode_share(length - first, SPLITS, BLOCK_N)
+    begin = first + split * share
     end = tl.minimum(begin + share, length)
     if begin >= end:
         return
@@ -484,6 +544,7 @@ def _decode(
         PAGE_TOKENS,
         KV_HEADS * D,
         WIDE,
+        WINDOW,
         BLOCK_D,
         CHUNK,
         BLOCK_N,
@@ -499,34 +560,49 @@ def _merge(
     stats_ptr,  # [n, HEADS, splits, 2] float32
     out_ptr,  # [n, HEADS * D]
     lengths_ptr,  # [n] int32, of a decode step
+    sinks_ptr,  # [HEADS] float32
     start,  # of a chunk
     splits,
     share,  # of a chunk
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DECODE: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     row = index // HEADS
     if DECODE:
-        visible = tl.load(lengths_ptr + row)
-        share = _decode_share(visible, splits, BLOCK_N)
+        end = tl.load(lengths_ptr + row)
+        first = _first_seen(end - 1, WINDOW, BLOCK_N)
+        share = _decode_share(end - first, splits, BLOCK_N)
     else:
-        visible = start + row + 1
+        end = start + row + 1
+        tile = (row * GROUP + index % HEADS % GROUP) // BLOCK_M  # that had this row and head
+        first = _first_seen(start + tile * BLOCK_M // GROUP, WINDOW, BLOCK_N)
     split = tl.arange(0, BLOCK_S)
-    written = (split < splits) & (split * share < visible)
+    written = (split < splits) & (first + split * share < end)
+    if WINDOW > 0:  # a split may have been of other rows of the tile alone
+        written = written & (first + (split + 1) * share > end - WINDOW)
     stats = stats_ptr + (index * splits + split) * 2
     highest = tl.load(stats, mask=written, other=float("-inf"))
     total = tl.load(stats + 1, mask=written, other=0)
-    base = tl.where(visible > 0, tl.max(highest, axis=0), 0.0)
+    base = tl.where(end > 0, tl.max(highest, axis=0), 0.0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + index % HEADS) * LOG2_E_OF_SINKS
+        base = tl.maximum(base, sink)
     weights = tl.where(written, tl.exp2(highest - base), 0.0)
     d = tl.program_id(1) * MERGE_COLUMNS + tl.arange(0, MERGE_COLUMNS)
     mask = written[:, None] & (d < D)[None, :]
     sums = tl.load(sums_ptr + (index * splits + split)[:, None] * D + d[None, :], mask=mask, other=0)
-    whole = tl.where(visible > 0, tl.sum(total * weights, axis=0), 1.0)
-    out = tl.sum(sums * weights[:, None], axis=0) / whole
+    whole = tl.sum(total * weights, axis=0)
+    if SINKS:
+        whole += tl.exp2(sink - base)
+    out = tl.sum(sums * weights[:, None], axis=0) / tl.where(end > 0, whole, 1.0)
     tl.store(out_ptr + index * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 

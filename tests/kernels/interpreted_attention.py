@@ -20,14 +20,20 @@ def pool(page_tokens: int, count: int, kv_heads: int, head_dim: int, generator: 
     return torch.randn(2, count, page_tokens, kv_heads, head_dim, generator=generator)
 
 
-for rows, start, heads, kv_heads, head_dim, page_tokens, splits in (
-    (0, 3, 2, 1, 16, 4, 1),
-    (1, 0, 1, 1, 8, 16, 1),
-    (1, 70, 12, 1, 16, 16, 4),
-    (7, 0, 4, 2, 24, 4, 1),
-    (5, 33, 6, 2, 32, 16, 4),
-    (17, 15, 3, 3, 16, 16, 2),
-    (3, 47, 16, 1, 40, 5, 8),
+for rows, start, heads, kv_heads, head_dim, page_tokens, splits, window, with_sinks in (
+    (0, 3, 2, 1, 16, 4, 1, None, False),
+    (1, 0, 1, 1, 8, 16, 1, None, False),
+    (1, 70, 12, 1, 16, 16, 4, None, False),
+    (7, 0, 4, 2, 24, 4, 1, None, False),
+    (5, 33, 6, 2, 32, 16, 4, None, False),
+    (17, 15, 3, 3, 16, 16, 2, None, False),
+    (3, 47, 16, 1, 40, 5, 8, None, False),
+    (7, 30, 4, 2, 24, 4, 1, 1, True),
+    (21, 90, 3, 3, 16, 16, 1, 18, False),
+    (5, 33, 6, 2, 32, 16, 4, None, True),
+    (23, 77, 10, 2, 16, 16, 4, 33, True),
+    (1, 70, 12, 1, 16, 16, 2, 70, True),
+    (9, 3, 4, 2, 16, 4, 2, 500, True),
 ):
     generator = torch.Generator().manual_seed(rows)
     length = start + rows
@@ -37,18 +43,25 @@ for rows, start, heads, kv_heads, head_dim, page_tokens, splits in (
     past = length - (count - 1) * page_tokens  # what lies past the end need not be numbers
     k_pages[pages[-1], past:], v_pages[pages[-1], past:] = float("nan"), float("nan")
     q = torch.randn(rows, heads + 2, head_dim, generator=generator)[:, 1:-1]
-    actual = tri.attention(q, k_pages, v_pages, pages, start, 0.3, (TILE, splits))
-    expected = ref.attention(q, k_pages, v_pages, pages, start, 0.3)
+    kind = (window, torch.randn(heads, generator=generator) if with_sinks else None)
+    unread = pages.clone()  # what the table says of pages before the block with the first position seen is not used
+    first_read = max(0, start - (window or start + 1) + 1) // TILE.block_n * TILE.block_n
+    unread[: first_read // page_tokens] = 1 << 40
+    actual = tri.attention(q, k_pages, v_pages, unread, start, 0.3, *kind, (TILE, splits))
+    expected = ref.attention(q, k_pages, v_pages, pages, start, 0.3, *kind)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     for first in range(0, rows, 4) if splits == 1 else ():
-        part = tri.attention(q[first : first + 4], k_pages, v_pages, pages, start + first, 0.3, (TILE, 1))
+        part = tri.attention(q[first : first + 4], k_pages, v_pages, pages, start + first, 0.3, *kind, (TILE, 1))
         assert torch.equal(part, actual[first : first + 4])
 
-for lengths, heads, kv_heads, head_dim, page_tokens in (
-    ([], 2, 1, 16, 16),
-    ([1, 0, 16, 17, 100, 63], 12, 1, 24, 16),
-    ([33, 2], 4, 2, 32, 4),
-    ([31], 17, 1, 16, 1),
+for lengths, heads, kv_heads, head_dim, page_tokens, window, with_sinks in (
+    ([], 2, 1, 16, 16, None, False),
+    ([1, 0, 16, 17, 100, 63], 12, 1, 24, 16, None, False),
+    ([33, 2], 4, 2, 32, 4, None, False),
+    ([31], 17, 1, 16, 1, None, False),
+    ([1, 0, 16, 17, 100, 63], 12, 1, 24, 16, 17, True),
+    ([33, 2], 4, 2, 32, 4, 1, False),
+    ([90, 5, 0], 17, 1, 16, 1, None, True),
 ):
     generator = torch.Generator().manual_seed(len(lengths))
     tile = TILE if heads // kv_heads <= 16 else TILE._replace(block_m=32)
@@ -57,12 +70,14 @@ for lengths, heads, kv_heads, head_dim, page_tokens in (
     table = torch.randint(0, 120, (len(lengths), width), dtype=torch.int32, generator=generator)
     counts = torch.tensor(lengths, dtype=torch.int32)
     q = torch.randn(len(lengths), heads, head_dim, generator=generator)
-    actual = tri.decode_attention(q, k_pages, v_pages, table, counts, 0.3, (tile, 4))
-    expected = ref.decode_attention(q, k_pages, v_pages, table, counts, 0.3)
+    kind = (window, torch.randn(heads, generator=generator) if with_sinks else None)
+    actual = tri.decode_attention(q, k_pages, v_pages, table, counts, 0.3, *kind, (tile, 4))
+    expected = ref.decode_attention(q, k_pages, v_pages, table, counts, 0.3, *kind)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     for row, length in enumerate(lengths):
         own = table[row : row + 1, : max(1, -(-length // page_tokens))]
-        alone = tri.decode_attention(q[row : row + 1], k_pages, v_pages, own, counts[row : row + 1], 0.3, (tile, 4))
+        one, its_length = q[row : row + 1], counts[row : row + 1]
+        alone = tri.decode_attention(one, k_pages, v_pages, own, its_length, 0.3, *kind, (tile, 4))
         assert torch.equal(alone, actual[row : row + 1])
 
 for rows, kv_heads, head_dim in ((0, 1, 4), (1, 1, 8), (5, 3, 24), (3, 9, 128)):

@@ -15,15 +15,25 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float) -> torch.Tensor:
+def naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[n, heads * D] float64, one row and head at a time; k and v are [length, kv_heads, D]."""
     rows, heads, head_dim = q.shape
     out = torch.zeros(rows, heads, head_dim, dtype=torch.float64)
     group = heads // k.shape[1]
     for i in range(rows):
         for h in range(heads):
-            keys, values = k[: start + i + 1, h // group].double(), v[: start + i + 1, h // group].double()
-            out[i, h] = torch.softmax(scale * (keys @ q[i, h].double()), dim=0) @ values
+            seen = slice(max(0, start + i + 1 - (window or start + i + 1)), start + i + 1)
+            weights = torch.exp(scale * (k[seen, h // group].double() @ q[i, h].double()))
+            whole = weights.sum() + (0 if sinks is None else sinks[h].double().exp())
+            out[i, h] = weights / whole @ v[seen, h // group].double()
     return out.flatten(1)
 
 
@@ -47,8 +57,12 @@ class Decode:
         page_tokens: int,
         dtype: torch.dtype,
         device: str,
+        window: int | None = None,
+        with_sinks: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(sum(lengths))
+        self.window = window
+        self.sinks = torch.randn(heads, generator=generator).to(device) if with_sinks else None
         self.lengths, self.scale = lengths, 1 / math.sqrt(head_dim)
         self.q = torch.randn(len(lengths), heads, head_dim, generator=generator).to(dtype)
         shape = (kv_heads, head_dim)
@@ -72,7 +86,7 @@ class Decode:
     def run(self) -> torch.Tensor:
         """[B, heads * D]"""
         q, lengths = self.on_device
-        return decode_attention(q, *self.pages, self.table, lengths, self.scale)
+        return decode_attention(q, *self.pages, self.table, lengths, self.scale, self.window, self.sinks)
 
     def run_alone(self, row: int, more_pages: int = 0) -> torch.Tensor:
         """[1, heads * D] with a table of the sequence's pages and `more_pages` others."""
@@ -81,7 +95,8 @@ class Decode:
         count = max(1, -(-self.lengths[row] // page_tokens))
         table = torch.zeros(1, count + more_pages, dtype=torch.int32, device=q.device)
         table[0, :count] = self.table[row, :count]
-        return decode_attention(q[row : row + 1], *self.pages, table, lengths[row : row + 1], self.scale)
+        kind = (self.window, self.sinks)
+        return decode_attention(q[row : row + 1], *self.pages, table, lengths[row : row + 1], self.scale, *kind)
 
     def check(self, out: torch.Tensor) -> None:
         """`out` is near float64's; rows of no length are zeros."""
@@ -90,15 +105,21 @@ class Decode:
         for row, length in enumerate(self.lengths):
             expected = torch.zeros(1, self.q[0].numel(), dtype=torch.float64)
             if length:
-                expected = last_row(self.q[row], self.k[row], self.v[row], self.scale)
+                seen = slice(max(0, length - (self.window or length)), None)
+                expected = last_row(self.q[row], self.k[row][seen], self.v[row][seen], self.scale, self.sinks)
             torch.testing.assert_close(out[row : row + 1].double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
-def last_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def last_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """[1, heads * D] float64 of q [heads, D] over all of k, v [length, kv_heads, D]."""
     grouped = q.double().view(k.shape[1], -1, q.shape[1])
-    scores = torch.softmax(scale * torch.einsum("hgd,lhd->hgl", grouped, k.double()), dim=2)
-    return torch.einsum("hgl,lhd->hgd", scores, v.double()).reshape(1, -1)
+    scores = scale * torch.einsum("hgd,lhd->hgl", grouped, k.double())
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().cpu().view(*scores.shape[:2], 1)), dim=2)
+    shares = torch.softmax(scores, dim=2)[..., : k.shape[0]]
+    return torch.einsum("hgl,lhd->hgd", shares, v.double()).reshape(1, -1)
 
 
 def store_and_check(dtype: torch.dtype, rows: int, kv_heads: int, head_dim: int, device: str) -> None:
@@ -139,6 +160,34 @@ def test_prefill_with_a_cached_prefix_and_decode_are_those_of_the_naive_loop(
     torch.testing.assert_close(out.double(), naive(q, k, v, start, scale), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1, 5, 17, 400])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_and_sinks_are_those_of_the_naive_loop(
+    dtype: torch.dtype, window: int | None, with_sinks: bool
+) -> None:
+    """Chunks with a cached prefix and decode rows, what lies in pages before the window being no numbers."""
+    for rows, start, page_tokens in ((0, 5, 4), (1, 0, 1), (1, 37, 16), (2, 0, 16), (17, 15, 16), (33, 0, 5)):
+        generator = torch.Generator().manual_seed(rows * 100 + start)
+        q = torch.randn(rows, 6, 8, generator=generator).to(dtype)
+        k, v = (torch.randn(start + rows, 2, 8, generator=generator).to(dtype) for _ in range(2))
+        sinks = torch.randn(6, generator=generator) if with_sinks else None
+        pages = list(range(-(-(start + rows) // page_tokens)))
+        first_seen = max(0, start + 1 - (window or start + 1))
+        stored = [paged(tensor, page_tokens, pages, len(pages) + 1) for tensor in (k, v)]
+        for tensor in stored:
+            tensor[: first_seen // page_tokens] = math.nan
+        expected = naive(q, k, v, start, 0.4, window, sinks)
+        out = attention(q, stored[0], stored[1], torch.tensor(pages), start, 0.4, window, sinks)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        if rows == 1:
+            table, lengths = torch.tensor([pages, pages], dtype=torch.int32), torch.tensor([start + 1, 0])
+            q_twice, lengths = q.repeat(2, 1, 1), lengths.to(torch.int32)
+            both = decode_attention(q_twice, stored[0], stored[1], table, lengths, 0.4, window, sinks)
+            assert torch.equal(both[:1], out) and not both[1].any()
+
+
 @pytest.mark.parametrize("rows", [511, 512, 513])
 def test_chunks_longer_than_a_query_block(rows: int) -> None:
     """Against the naive loop at rows around the block's edge."""
@@ -148,10 +197,11 @@ def test_chunks_longer_than_a_query_block(rows: int) -> None:
     k, v = (torch.randn(start + rows, 1, 8, generator=generator) for _ in range(2))
     pages = list(range(-(-(start + rows) // page_tokens)))
     k_pages, v_pages = (paged(tensor, page_tokens, pages, len(pages)) for tensor in (k, v))
-    out = attention(q, k_pages, v_pages, torch.tensor(pages), start, 0.3)
-    for row in {0, 1, rows - 2, rows - 1}:
-        expected = naive(q[row : row + 1], k, v, start + row, 0.3)
-        torch.testing.assert_close(out[row : row + 1].double(), expected, atol=1e-5, rtol=1e-5)
+    for window, sinks in ((None, None), (300, None), (None, torch.tensor([0.5, -1.0])), (300, torch.ones(2))):
+        out = attention(q, k_pages, v_pages, torch.tensor(pages), start, 0.3, window, sinks)
+        for row in {0, 1, rows - 2, rows - 1}:
+            expected = naive(q[row : row + 1], k, v, start + row, 0.3, window, sinks)
+            torch.testing.assert_close(out[row : row + 1].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +218,19 @@ def test_shapes_that_do_not_fit_are_refused(q: tuple[int, ...], kv: tuple[int, .
     """Against the docstring."""
     with pytest.raises(ValueError, match=r"fit|expected"):
         attention(torch.zeros(q), torch.zeros(kv), torch.zeros(kv), torch.arange(pages), start, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(0, None), (-1, None), (4, torch.zeros(3)), (None, torch.zeros(4, dtype=torch.bfloat16))]
+)
+def test_windows_and_sinks_that_do_not_fit_are_refused(window: int | None, sinks: torch.Tensor | None) -> None:
+    """Against the docstring."""
+    pages, q = torch.zeros(5, 4, 2, 8), torch.zeros(1, 4, 8)
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"window must|sinks must"):
+        attention(q, pages, pages, table[0].long(), 0, 1.0, window, sinks)
+    with pytest.raises(ValueError, match=r"window must|sinks must"):
+        decode_attention(q, pages, pages, table, lengths, 1.0, window, sinks)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -208,7 +271,8 @@ def test_a_decode_step_that_does_not_fit_is_refused(change: dict[str, torch.Tens
         "lengths": torch.zeros(2, dtype=torch.int32),
     }
     with pytest.raises(ValueError, match=match):
-        decode_attention(k_pages=pages, v_pages=pages, scale=1.0, **(arguments | change))
+        fit = arguments | change
+        decode_attention(fit["q"], pages, pages, fit["table"], fit["lengths"], 1.0)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +331,8 @@ def test_the_triton_kernels_compile(dtype: str, capability: int, head_dim: int, 
     from kernels.attention import tri
     from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
 
-    types = dict.fromkeys(("sums_ptr", "stats_ptr"), "*fp32") | {"table_ptr": "*i32", "lengths_ptr": "*i32"}
+    types = dict.fromkeys(("sums_ptr", "stats_ptr", "sinks_ptr"), "*fp32")
+    types |= {"table_ptr": "*i32", "lengths_ptr": "*i32"}
     types |= dict.fromkeys(("rows", "start", "splits", "share", "q_stride", "q_head_stride", "table_stride"), "i32")
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype) | {"scale": "fp32"}
     narrow = dtype == "*bf16"
@@ -278,15 +343,38 @@ def test_the_triton_kernels_compile(dtype: str, capability: int, head_dim: int, 
     tile, splits = cost.decode_plan(*sizes, *limits)
     arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLITS": splits}
     expect_fits(tri._decode, types, arguments, capability, stack)
-    expect_fits(tri._merge, types, tri.merge_arguments(2 * group, head_dim, splits, tile, decode=True), capability)
+    expect_fits(tri._merge, types, tri.merge_arguments(2 * group, pages, splits, tile, decode=True), capability)
     types["table_ptr"] = "*i64"
     for rows in (4096, 38):
         tile, splits = cost.prefill_plan(rows, *sizes, 30_000, *limits)
-        arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLIT": splits > 1}
+        arguments = tri.launch_arguments(2 * group, pages, tile, wide=False) | {"SPLIT": splits > 1, "SINKS": False}
         compiled = expect_fits(tri._prefill, types, arguments, capability, stack)
-        merge = tri.merge_arguments(2 * group, head_dim, cost.PROGRAMS, tile, decode=False)
+        merge = tri.merge_arguments(2 * group, pages, cost.PROGRAMS, tile, decode=False)
         expect_fits(tri._merge, types, merge, capability)
         assert "wgmma.mma_async" in compiled.asm["ptx"] or not narrow or capability != 90
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_the_triton_kernels_compile_with_windows_and_sinks(capability: int) -> None:
+    """In gpt-oss' geometry, against the shared memory of the GPU; on sm_90 nothing spills."""
+    pytest.importorskip("triton")
+    from kernels.attention import tri
+    from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
+
+    types = dict.fromkeys(("sums_ptr", "stats_ptr", "sinks_ptr"), "*fp32") | {"lengths_ptr": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("rows", "start", "splits", "share", "q_stride", "q_head_stride", "table_stride"), "i32")
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    stack = 0 if capability == 90 else FEW_WORDS
+    pages = torch.empty(8, 16, 8, 64, device="meta")
+    tile, splits = cost.decode_plan(64, 8, 64, 2, SHARED_NBYTES[capability])
+    arguments = tri.launch_arguments(64, pages, tile, False, 128) | {"SPLITS": splits}
+    expect_fits(tri._decode, types | {"table_ptr": "*i32"}, arguments, capability, stack)
+    expect_fits(tri._merge, types, tri.merge_arguments(64, pages, splits, tile, True, 128, True), capability)
+    for split, tile in enumerate(cost.prefill_tiles(64, 2, SHARED_NBYTES[capability])):
+        arguments = tri.launch_arguments(64, pages, tile, False, 128) | {"SPLIT": split > 0, "SINKS": True}
+        expect_fits(tri._prefill, types | {"table_ptr": "*i64"}, arguments, capability, stack)
+        merge = tri.merge_arguments(64, pages, cost.PROGRAMS, tile, False, 128, True)
+        expect_fits(tri._merge, types, merge, capability)
 
 
 def test_offsets_beyond_32_bits_compile_too() -> None:
@@ -299,10 +387,10 @@ def test_offsets_beyond_32_bits_compile_too() -> None:
     types |= dict.fromkeys(("rows", "start", "splits", "share", "q_stride", "q_head_stride"), "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("k_stride", "k_head_stride", "v_stride", "v_head_stride"), "i32")
     pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_pages_ptr", "v_pages_ptr")
-    types |= dict.fromkeys(("sums_ptr", "stats_ptr"), "*fp32") | dict.fromkeys(pointers, "*bf16")
+    types |= dict.fromkeys(("sums_ptr", "stats_ptr", "sinks_ptr"), "*fp32") | dict.fromkeys(pointers, "*bf16")
     tile, splits = cost.prefill_plan(4096, 24, 2, 256, 30_000, 2, SHARED_NBYTES[90])
     pages = torch.empty(8, 16, 2, 256, device="meta")
-    arguments = tri.launch_arguments(24, pages, tile, wide=True) | {"SPLIT": splits > 1}
+    arguments = tri.launch_arguments(24, pages, tile, wide=True) | {"SPLIT": splits > 1, "SINKS": False}
     expect_fits(tri._prefill, types, arguments, stack_nbytes=FEW_WORDS)
     expect_fits(tri._store_kv, types, tri.store_arguments(2, 256, 16))
 
@@ -324,7 +412,17 @@ def test_a_plan_fills_a_gpu_and_splits_in_powers_of_two() -> None:
 class Chunk:
     """A prefill chunk on a device, after `start` positions, its pages mixed, not a number past its end."""
 
-    def __init__(self, rows: int, start: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rows: int,
+        start: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+        with_sinks: bool = False,
+    ) -> None:
         generator = torch.Generator("cuda").manual_seed(rows + start)
         length, page_tokens = start + rows, 16
         count = max(1, -(-length // page_tokens))
@@ -335,20 +433,25 @@ class Chunk:
         self.pages = torch.randperm(count, generator=generator, device="cuda")
         self.stored = torch.empty(2, count, page_tokens, kv_heads, head_dim, dtype=dtype, device="cuda")
         self.stored[:, self.pages] = self.kv.view(2, count, page_tokens, kv_heads, head_dim)
-        self.start, self.scale = start, head_dim**-0.5
+        self.start, self.scale, self.window = start, head_dim**-0.5, window
+        self.sinks = torch.randn(heads, device="cuda", generator=generator) if with_sinks else None
 
     def check(self) -> None:
         """attention gives what float64 does, head by head."""
-        out = attention(self.q, self.stored[0], self.stored[1], self.pages, self.start, self.scale)
+        kind = (self.window, self.sinks)
+        out = attention(self.q, self.stored[0], self.stored[1], self.pages, self.start, self.scale, *kind)
         rows, heads, head_dim = self.q.shape
         assert out.shape == (rows, heads * head_dim) and out.dtype == self.q.dtype
         length = self.start + rows
         visible = torch.ones(rows, length, dtype=torch.bool, device="cuda").tril(self.start)
+        visible = visible.triu(self.start + 1 - (self.window or length))
         group = heads // self.kv.shape[2]
         for head in range(heads):
             k, v = self.kv[:, :length, head // group].double()
             scores = (self.q[:, head].double() @ k.T * self.scale).masked_fill(~visible, -math.inf)
-            expected = torch.softmax(scores, dim=1) @ v
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks[head].double().expand(rows, 1)), dim=1)
+            expected = torch.softmax(scores, dim=1)[:, :length] @ v
             actual = out.view(rows, heads, head_dim)[:, head].double()
             tolerance = TOLERANCE[self.q.dtype]
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
@@ -388,6 +491,48 @@ def test_the_device_s_decode_rows_are_those_of_float64_and_of_each_sequence_alon
     case.check(out)
     for row in range(len(lengths)):
         assert torch.equal(case.run_alone(row, more_pages=row), out[row : row + 1])
+
+
+WINDOWS = [(torch.bfloat16, 64, 8, 64, 128), (torch.float32, 12, 2, 96, 100), (torch.float16, 24, 2, 256, 4096)]
+"""Type, heads, kv heads, D and window; the first is gpt-oss'."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "window"), WINDOWS)
+def test_the_device_s_chunks_with_windows_and_sinks_are_those_of_float64(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int, with_sinks: bool
+) -> None:
+    """Around the window's and the tiles' edges, split and whole; and sinks without a window."""
+    shape = (heads, kv_heads, head_dim, dtype)
+    for rows, start in ((0, 5), (1, 0), (1, 37), (1, 9000), (33, 0), (129, 255), (513, 1), (38, 28_000), (1324, 0)):
+        Chunk(rows, start, *shape, window, with_sinks).check()
+    for rows in (window - 1, window, window + 1):
+        Chunk(rows, 0, *shape, window, with_sinks).check()
+        Chunk(1, rows - 1, *shape, window, with_sinks).check()
+    for rows, start in ((1, 9000), (201, 5000)):
+        Chunk(rows, start, *shape, None, with_sinks).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim", "window"), WINDOWS)
+def test_the_device_s_decode_rows_with_windows_and_sinks(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int, with_sinks: bool
+) -> None:
+    """Against float64; as equality against B = 1; and replayed from a CUDA graph."""
+    lengths = [1, 0, 17, 64, window - 1, window, window + 1, 1000, 8192]
+    for own in (window, None):
+        case = Decode(lengths, heads, kv_heads, head_dim, 16, dtype, "cuda", own, with_sinks)
+        out = case.run()
+        case.check(out)
+        for row in range(len(lengths)):
+            assert torch.equal(case.run_alone(row, more_pages=row), out[row : row + 1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = case.run()
+        graph.replay()
+        assert torch.equal(captured, out)
 
 
 @pytest.mark.gpu
