@@ -14,6 +14,9 @@ from copyengine.wire.errors import ConfigError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+HF_QUANT_CONFIG = "hf_quant_config.json"
+"""What ModelOpt writes of a quantised model; newer ones of its exports say the same in config.json."""
+
 MAX_TEXT_NBYTES = 100_000_000
 """A text file beyond this is taken for damaged."""
 
@@ -23,7 +26,10 @@ class _Index(Struct):
 
 
 def read_config(directory: Path, hf_overrides: str = "{}") -> Keys:
-    """config.json of `directory` with the JSON object `hf_overrides` merged over it, objects key by key."""
+    """config.json of `directory` with the JSON object `hf_overrides` merged over it, objects key by key.
+
+    What ModelOpt's own file says is its quantization_config if it has none, and beside it under the file's name.
+    """
     if not stat.S_ISDIR(_mode(directory)):
         raise ConfigError(f"model {directory}: no such directory; give the directory that holds config.json")
     path = directory / "config.json"
@@ -31,9 +37,20 @@ def read_config(directory: Path, hf_overrides: str = "{}") -> Keys:
     if text is None:
         raise ConfigError(f"{path}: no such file; the directory is no checkpoint without it")
     try:
-        return _merge(json_object(text, str(path)), json_object(hf_overrides, "--hf-overrides"))
+        config = _with_modelopt(json_object(text, str(path)), directory / HF_QUANT_CONFIG)
+        return _merge(config, json_object(hf_overrides, "--hf-overrides"))
     except RecursionError:
         raise ConfigError(f"{path} and --hf-overrides: nested too deeply") from None
+
+
+def _with_modelopt(config: dict[str, object], path: Path) -> dict[str, object]:
+    text = read_text(path)
+    if text is None:
+        return config
+    stated = {"quant_method": "modelopt", **json_object(text, str(path))}
+    if config.get("quantization_config") is None:
+        return {**config, "quantization_config": stated}
+    return {**config, HF_QUANT_CONFIG: stated}
 
 
 def locate(directory: Path) -> dict[str, TensorRef]:

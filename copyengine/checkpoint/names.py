@@ -3,8 +3,10 @@
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from copyengine.checkpoint.schemes import Kind, Scheme, beside
+from copyengine.checkpoint.spellings import PREFIXES, respelt
 from copyengine.checkpoint.tensors import Shape, dense_tensors
 from copyengine.model_spec import ModelSpec, MoeSpec
 from kernels.formats import layout
@@ -29,6 +31,21 @@ class Dialect(Struct, frozen=True):
 
     dense: Mapping[str, str]  # canonical name -> name in the files; {i} is the layer in both
     experts: tuple[ExpertTensor, ...]
+
+
+def under_all_prefixes(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
+    """`dialects`, each with its names under every prefix of spellings.PREFIXES: first all as they are written."""
+    anew = (_under_prefix(dialect, at) for at in range(len(PREFIXES)) for dialect in dialects)
+    return (*dialects, *(dialect for dialect in anew if dialect not in dialects))
+
+
+def _under_prefix(dialect: Dialect, at: int) -> Dialect:
+    def name(source: str) -> str:
+        known = respelt(source)
+        return known[at] if len(known) == len(PREFIXES) else source
+
+    rows = tuple(replace(row, source=name(row.source)) for row in dialect.experts)
+    return Dialect({canonical: name(source) for canonical, source in dialect.dense.items()}, rows)
 
 
 class DenseName(Struct, frozen=True):
@@ -84,7 +101,9 @@ def expert_names(spec: ModelSpec, dialect: Dialect, scheme: Scheme | None = None
     for bank, i in enumerate(spec.moe_layers):
         moe = spec.layers[i].ffn
         assert isinstance(moe, MoeSpec)
-        record = layout(scheme.format if scheme else spec.checkpoint_dtype, spec.hidden, moe.intermediate)
+        plain = replace(spec.expert_format, name=spec.checkpoint_dtype, block=(0, 0), quantised_inputs=False)
+        stored = replace(plain, name=scheme.format, block=scheme.block) if scheme else plain
+        record = layout(stored, spec.hidden, moe.intermediate)
         for row, expert in _expert_rows(dialect.experts, moe.experts):
             source = row.source.format(i=i, e=expert)
             for name, field, kind in _tensors(source, row.field, scheme):

@@ -61,8 +61,8 @@ def quantise_checkpoint(
     quantised already or has no experts, for a `target` that is something else, and if the disk is full.
     """
     model, scheme = open_model(source), DIALECTS[dialect]
-    if model.spec.expert_format.name:
-        raise ConfigError(f"{source}: is already quantised ({model.spec.expert_format.name})")
+    if model.spec.expert_format.name or model.linears:
+        raise ConfigError(f"{source}: is already quantised ({model.spec.expert_format.name or 'outside the experts'})")
     if not model.experts:
         raise ConfigError(f"{source}: {model.spec.architecture} without experts has nothing to quantise")
     refs = locate(source)

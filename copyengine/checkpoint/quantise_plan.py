@@ -114,7 +114,7 @@ def _runs(jobs: Sequence[Job], shard_nbytes: int) -> Iterator[list[Job]]:
 
 
 def _quantised(model: Model, scheme: Scheme) -> Iterator[Quantised]:
-    spec = msgspec.structs.replace(model.spec, expert_format=ExpertFormat(scheme.format))
+    spec = msgspec.structs.replace(model.spec, expert_format=ExpertFormat(scheme.format, scheme.block))
     record_layout(spec, "bfloat16")  # refuses sizes that the format cannot have
     sources = {
         (entry.bank, entry.expert, entry.field, entry.part, entry.parts): (entry, ref) for entry, ref in model.experts
@@ -140,7 +140,7 @@ def _dialect(architecture: str) -> Dialect:
 def _output(entry: ExpertName) -> Output:
     shapes: dict[Kind, tuple[int, ...]] = {"global": (), "reciprocal": (1,)}
     shape = shapes.get(entry.kind, entry.shape)
-    dtype = ELEMENT_TYPES[entry.kind]
+    dtype = ELEMENT_TYPES[entry.kind][0]
     return Output(entry.source, dtype, shape, math.prod(shape) * ITEMSIZE[dtype])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from copyengine.checkpoint.model import DTYPES
+from copyengine.checkpoint.checks import DTYPES
 from copyengine.checkpoint.nvfp4 import global_of, quantise, reciprocal, squared_error
 from copyengine.checkpoint.parallel import run_all
 from copyengine.checkpoint.quantise_plan import Copied, Linear, Quantised, Shard

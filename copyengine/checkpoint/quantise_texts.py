@@ -9,7 +9,7 @@ from copyengine.checkpoint.directory import INDEX, read_config
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.quantise_plan import Quantised, Shard
 from copyengine.checkpoint.schemes import MODELOPT, WEIGHT, Scheme
-from copyengine.families.quantisation import PACKED_FORMAT, PACKED_WEIGHTS
+from copyengine.families.packed_groups import PACKED_FORMAT, PACKED_WEIGHTS
 from kernels.formats import NVFP4_BLOCK
 
 COPIED = (

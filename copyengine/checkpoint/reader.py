@@ -11,9 +11,12 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from copyengine.checkpoint.model import DTYPES, Model
+from copyengine.checkpoint.checks import DTYPES, Linear
+from copyengine.checkpoint.dequantise import dequantised
+from copyengine.checkpoint.finish import finish
+from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.parallel import run_all
-from copyengine.checkpoint.schemes import Kind
+from copyengine.checkpoint.schemes import Kind, beside
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
 
@@ -26,11 +29,8 @@ NUMPY_DTYPE: dict[str, np.dtype[np.generic]] = {
     "float32": np.dtype(np.float32),
 }
 
-FIELD_DTYPES = {**DTYPES, "U8": "uint8", "F8_E4M3": "float8_e4m3"}
+FIELD_DTYPES = {**DTYPES, "U8": "uint8", "F8_E8M0": "uint8", "F8_E4M3": "float8_e4m3"}
 """safetensors' spelling -> ours, of the element types that the tensors of experts may have."""
-
-E4M3_NAN = 0x7F
-"""With either sign."""
 
 READER_THREADS = 4
 BATCH_NBYTES = 32 << 20
@@ -54,13 +54,17 @@ class _Piece(Struct, frozen=True):
 
 
 def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Every tensor but the experts as (canonical name, array of `dtype`), in the order of the files.
+    """Every tensor but the experts as (canonical name, array of `dtype`), in the order of the files; quantised linears
+    are dequantised.
 
-    ConfigError if a file is cut short, or holds a value that `dtype` cannot.
+    ConfigError if a file is cut short, or holds a value that `dtype` cannot, or a scale that makes no number of a code.
     """
-    entries = sorted(model.dense.items(), key=lambda item: (item[1].path, item[1].offset))
+    first = model.dense | {name: linear.refs[0] for name, linear in model.linears.items()}
     with Files() as files:
-        for name, ref in entries:
+        for name, ref in sorted(first.items(), key=lambda item: (item[1].path, item[1].offset)):
+            if name in model.linears:
+                yield name, _read_linear(files, model.linears[name], dtype, on_bytes)
+                continue
             source = np.empty(ref.shape, NUMPY_DTYPE[DTYPES[ref.dtype]])
             files.read_into(ref.path, ref.offset, as_bytes(source))
             on_bytes(ref.nbytes)
@@ -76,6 +80,25 @@ def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.
     batches = _batches(_pieces(model, layout))
     work = [partial(_read_batch, batch, banks, on_bytes) for batch in batches]
     return sum(run_all(work, READER_THREADS, "checkpoint-reader"))
+
+
+def _read_linear(files: "Files", linear: Linear, dtype: str, on_bytes: OnBytes) -> NDArray[np.generic]:
+    """The weight [N, K] as `dtype`, rounded to float32 once and then to that."""
+    tensors: dict[Kind, NDArray[np.generic]] = {}
+    for tensor, ref in zip(linear.scheme.tensors, linear.refs, strict=True):
+        floating = DTYPES.get(ref.dtype)
+        raw = np.empty(ref.shape, NUMPY_DTYPE[floating] if floating else np.uint8)
+        files.read_into(ref.path, ref.offset, as_bytes(raw))
+        on_bytes(ref.nbytes)
+        tensors[tensor.kind] = read = raw.astype(np.float32) if floating else raw
+        source = beside(linear.source, tensor.suffix)
+        finish(tensor.kind, np.frombuffer(as_bytes(read), np.uint8), ref.path, source)
+    weight = np.empty(linear.shape, NUMPY_DTYPE[dtype])
+    low = 0
+    for rows in dequantised(tensors, linear.scheme.block):
+        weight[low : low + len(rows)] = _convert(rows, dtype, linear.refs[0].path, linear.source)
+        low += len(rows)
+    return weight
 
 
 def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:
@@ -121,27 +144,10 @@ def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_
                 source = np.empty(piece.nbytes // NUMPY_DTYPE[piece.dtype].itemsize, NUMPY_DTYPE[piece.dtype])
                 files.read_into(piece.path, piece.offset, as_bytes(source))
                 record[:] = _convert(source, piece.field_dtype, piece.path, piece.source).view(np.uint8)
-            _finish(piece, record)
+            finish(piece.kind, record, piece.path, piece.source)
             on_bytes(piece.nbytes)
             total += piece.nbytes
     return total
-
-
-def _finish(piece: _Piece, record: NDArray[np.uint8]) -> None:
-    """Turn what was read into what the field holds, if that differs; ConfigError if it makes no number of a code."""
-    if piece.kind == "scales" and record.size and np.bitwise_and(record, E4M3_NAN).max() == E4M3_NAN:
-        raise ConfigError(f"{piece.path}: tensor {piece.source} holds NaN; download it again")
-    if piece.kind in ("global", "reciprocal"):
-        value = record.view(np.float32)
-        found = value[0]
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            if piece.kind == "reciprocal":
-                value[:] = np.float32(1) / value
-        if not (np.isfinite(found) and found > 0 and np.isfinite(value[0]) and value[0] > 0):
-            raise ConfigError(
-                f"{piece.path}: tensor {piece.source} is {found:g}, which scales no weights: it must be above 0 and "
-                "finite, as its reciprocal; download it again"
-            )
 
 
 class Files:

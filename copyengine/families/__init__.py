@@ -7,7 +7,10 @@ than those there, a file and a row too.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from msgspec.structs import replace
+
 from copyengine.checkpoint.keys import Keys, show
+from copyengine.families.expert_scheme import expert_scheme
 from copyengine.families.family import Family
 from copyengine.families.mixtral import MIXTRAL
 from copyengine.families.olmoe import OLMOE
@@ -34,7 +37,12 @@ def parse_spec(config: Keys) -> ModelSpec:
     ConfigError names the key, its value and the fix; nothing else is raised, whatever `config` holds.
     """
     architecture = _architecture(config)
-    return FAMILIES[architecture].parse(architecture, config)
+    family = FAMILIES[architecture]
+    spec = family.parse(architecture, config)
+    scheme = expert_scheme(config, spec, family)
+    if scheme is None:
+        return spec
+    return replace(spec, expert_format=replace(spec.expert_format, name=scheme.format, block=scheme.block))
 
 
 def _architecture(config: Keys) -> str:

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from copyengine.checkpoint.keys import Keys, flag, integer, integers, number, stated, wrong
-from copyengine.families.quantisation import expert_format
 from copyengine.families.rope import rope
 from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
-from copyengine.wire.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Element types a checkpoint may have."""
@@ -21,11 +19,6 @@ def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...], norm
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise wrong("hidden_act", activation, "must be silu")
-    quantised = expert_format(config)
-    if quantised.name and not any(isinstance(layer.ffn, MoeSpec) for layer in layers):
-        raise ConfigError(
-            f"config.json: quantization_config ({quantised.name}) of a model without experts is not supported"
-        )
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
@@ -35,7 +28,6 @@ def decoder(architecture: str, config: Keys, layers: tuple[LayerSpec, ...], norm
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         checkpoint_dtype=checkpoint_dtype(config) or "float32",
         layers=layers,
-        expert_format=quantised,
     )
 
 

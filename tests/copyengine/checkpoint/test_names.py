@@ -3,7 +3,18 @@
 import pytest
 
 from copyengine.checkpoint.names import Dialect, ExpertTensor, dialect_of, expert_names, names_linears
-from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, SCHEMES, Scheme, beside
+from copyengine.checkpoint.schemes import (
+    COMPRESSED_FP8_CHANNEL,
+    COMPRESSED_MXFP4,
+    COMPRESSED_TENSORS,
+    MODELOPT,
+    MODELOPT_FP8,
+    SCHEMES,
+    Scheme,
+    beside,
+    fp8_block,
+)
+from copyengine.checkpoint.spellings import respelt
 from copyengine.families import FAMILIES
 from copyengine.families.qwen3 import FUSED, HUB
 from copyengine.model_spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
@@ -21,6 +32,7 @@ OTHER = Dialect(
 )
 """Linears of another family's names and order."""
 
+UNEVEN = fp8_block(24, 40)
 Row = tuple[str, str, int, int, tuple[int, ...], str]
 EXPECTED: dict[str, list[Row]] = {
     MODELOPT.name: [
@@ -39,10 +51,35 @@ EXPECTED: dict[str, list[Row]] = {
         ("layer0.moe.2.w2.weight_scale", "down_scale", 0, 1, (64, 2), "scales"),
         ("layer0.moe.2.w2.weight_global_scale", "down_global", 0, 1, (1,), "reciprocal"),
     ],
+    COMPRESSED_MXFP4.name: [
+        ("layer0.moe.2.w1.weight_packed", "gate_up", 0, 2, (32, 32), "codes"),
+        ("layer0.moe.2.w1.weight_scale", "gate_up_scale", 0, 2, (32, 2), "powers"),
+        ("layer0.moe.2.w2.weight_packed", "down", 0, 1, (64, 16), "codes"),
+        ("layer0.moe.2.w2.weight_scale", "down_scale", 0, 1, (64, 1), "powers"),
+    ],
+    MODELOPT_FP8.name: [
+        ("layer0.moe.2.w1.weight", "gate_up", 0, 2, (32, 64), "e4m3"),
+        ("layer0.moe.2.w1.weight_scale", "gate_up_scale", 0, 2, (1,), "factor"),
+        ("layer0.moe.2.w2.weight", "down", 0, 1, (64, 32), "e4m3"),
+        ("layer0.moe.2.w2.weight_scale", "down_scale", 0, 1, (1,), "factor"),
+    ],
+    COMPRESSED_FP8_CHANNEL.name: [
+        ("layer0.moe.2.w1.weight", "gate_up", 0, 2, (32, 64), "e4m3"),
+        ("layer0.moe.2.w1.weight_scale", "gate_up_scale", 0, 2, (32, 1), "blocks"),
+        ("layer0.moe.2.w2.weight", "down", 0, 1, (64, 32), "e4m3"),
+        ("layer0.moe.2.w2.weight_scale", "down_scale", 0, 1, (64, 1), "blocks"),
+    ],
+    UNEVEN.name: [
+        ("layer0.moe.2.w1.weight", "gate_up", 0, 2, (32, 64), "e4m3"),
+        ("layer0.moe.2.w1.weight_scale_inv", "gate_up_scale", 0, 2, (2, 2), "blocks"),
+        ("layer0.moe.2.w2.weight", "down", 0, 1, (64, 32), "e4m3"),
+        ("layer0.moe.2.w2.weight_scale_inv", "down_scale", 0, 1, (3, 1), "blocks"),
+    ],
 }
+ALL = (*SCHEMES[:-1], UNEVEN)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: str(scheme.name))
+@pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: str(scheme.name))
 def test_tensors_of_a_linear_follow_from_its_name(scheme: Scheme) -> None:
     entries = list(expert_names(SPEC, OTHER, scheme))
     found = [(e.source, e.field, e.part, e.parts, e.shape, e.kind) for e in entries if e.expert == 2]
@@ -67,7 +104,7 @@ def test_every_family_has_a_dialect_for_quantised_experts(architecture: str, sch
     """Against the number of linears: no two tensors share a name, none has a placeholder left."""
     dialect = next(filter(names_linears, FAMILIES[architecture].dialects))
     names = [entry.source for entry in expert_names(SPEC, dialect, scheme)]
-    assert len(set(names)) == len(names) == 3 * 3 * 3 and not any("{" in name for name in names)
+    assert len(set(names)) == len(names) == 3 * 3 * len(scheme.tensors) and not any("{" in name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +113,31 @@ def test_every_family_has_a_dialect_for_quantised_experts(architecture: str, sch
 )
 def test_what_is_beside_a_weight(source: str, expected: str) -> None:
     assert beside(source, "x") == expected
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_family_s_names_under_every_prefix(architecture: str) -> None:
+    """Against the first dialect's names with the prefixes written out; the head is outside the decoder's."""
+    family = FAMILIES[architecture]
+    dialects = family.spellings
+    assert dialects[: len(family.dialects)] == family.dialects and len(set(map(str, dialects))) == len(dialects)
+    for inner, head in (("model.language_model.", ""), ("language_model.model.", "language_model."), ("model.", "")):
+        embed = f"{inner}embed_tokens.weight"
+        matching = [dialect for dialect in dialects if dialect.dense["embed"] == embed]
+        assert matching
+        for dialect in matching:
+            assert (
+                dialect.dense["head"] == f"{head}lm_head.weight"
+                and dialect.dense["final_norm"] == f"{inner}norm.weight"
+            )
+            names = {*dialect.dense.values(), *(row.source for row in dialect.experts)} - {f"{head}lm_head.weight"}
+            assert all(name.startswith(inner) for name in names)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.3.x", "model.language_model.layers.3.x", "language_model.model.layers.3.x"]
+)
+def test_names_that_are_the_same_under_other_prefixes(name: str) -> None:
+    assert respelt(name) == ("model.layers.3.x", "model.language_model.layers.3.x", "language_model.model.layers.3.x")
+    assert respelt("language_model.lm_head") == respelt("lm_head") == ("lm_head", "language_model.lm_head")
+    assert respelt("transformer.h.3") == ("transformer.h.3",)

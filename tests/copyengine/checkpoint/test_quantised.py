@@ -159,13 +159,6 @@ def test_files_that_are_quantised_where_config_does_not_say_so(made: Made) -> No
     refused(made, "experts.0.gate_proj.weight is quantised", "quantization_config")
 
 
-@pytest.mark.parametrize("linear", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate"])
-def test_quantised_linears_besides_the_experts(made: Made, linear: str) -> None:
-    stem = f"model.layers.0.{linear}"
-    made.tensors[f"{stem}.weight_scale"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
-    refused(made, f"{stem}.weight is quantised", f"{stem}.weight_scale", "only experts")
-
-
 def test_sizes_that_the_format_cannot_have(made: Made) -> None:
     made.config["moe_intermediate_size"] = 24
     refused(made, "nvfp4", "16", "24")

@@ -1,0 +1,52 @@
+"""What a tensor of a quantised linear must be once it is read, and what becomes of it."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from copyengine.checkpoint.schemes import Kind
+from copyengine.wire.errors import ConfigError
+
+E4M3_NAN = 0x7F
+"""With either sign."""
+
+E8M0_NAN = 0xFF
+PIECE_NBYTES = 1 << 18
+"""Looked at at a time, so that what is in between stays in the processor's cache."""
+
+
+def finish(kind: Kind, data: NDArray[np.uint8], path: Path, source: str) -> None:
+    """Turn the bytes of the tensor `source`, its element type that of its field already, into what the field holds.
+
+    ConfigError, naming it, for what makes no number of a code.
+    """
+    match kind:
+        case "e4m3" | "scales":
+            _refuse_bytes(data, E4M3_NAN, E4M3_NAN, path, source)
+        case "powers":
+            _refuse_bytes(data, 0xFF, E8M0_NAN, path, source)
+        case "blocks" | "factor":
+            if not np.isfinite(data.view(np.float32)).all():
+                raise ConfigError(f"{path}: tensor {source} holds a scale that is not finite; download it again")
+        case "global" | "reciprocal":
+            _finish_global(kind, data.view(np.float32), path, source)
+
+
+def _refuse_bytes(data: NDArray[np.uint8], mask: int, nan: int, path: Path, source: str) -> None:
+    """No byte is `nan` under `mask`, which nothing exceeds."""
+    for low in range(0, data.size, PIECE_NBYTES):
+        if np.bitwise_and(data[low : low + PIECE_NBYTES], mask).max() == nan:
+            raise ConfigError(f"{path}: tensor {source} holds NaN; download it again")
+
+
+def _finish_global(kind: Kind, value: NDArray[np.float32], path: Path, source: str) -> None:
+    found = value[0]
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        if kind == "reciprocal":
+            value[:] = np.float32(1) / value
+    if not (np.isfinite(found) and found > 0 and np.isfinite(value[0]) and value[0] > 0):
+        raise ConfigError(
+            f"{path}: tensor {source} is {found:g}, which scales no weights: it must be above 0 and finite, as its "
+            "reciprocal; download it again"
+        )
