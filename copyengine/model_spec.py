@@ -43,6 +43,8 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
     o_bias: bool = False  # the output projection has a bias too (attention_bias of Qwen3)
     wide_qk_norm: bool = False  # with qk_norm: over all heads of a row at once
     clip_qkv: float | None = None  # q (after its norm), k and v are clamped to that
+    window: int | None = None  # each token sees that many positions, its own the last of them; None: all up to its own
+    sinks: bool = False  # each head has a logit that joins the denominator of its softmax
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:

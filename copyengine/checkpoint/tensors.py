@@ -49,6 +49,8 @@ def _attention_tensors(spec: GqaSpec, hidden: int) -> Iterator[tuple[str, Shape]
     yield "attention.o", (hidden, q_rows)
     if spec.o_bias:
         yield "attention.o_bias", (hidden,)
+    if spec.sinks:
+        yield "attention.sinks", (spec.heads,)
     if spec.qk_norm:
         yield "attention.q_norm", (q_rows if spec.wide_qk_norm else spec.head_dim,)
         yield "attention.k_norm", (kv_rows if spec.wide_qk_norm else spec.head_dim,)

@@ -58,7 +58,6 @@ def gqa(config: Keys, default_head_dim: int | None, qk_norm: bool) -> GqaSpec:
 
     Without `head_dim` and a default it is H over the heads.
     """
-    _refuse_windows(config)
     heads = integer(config, "num_attention_heads")
     kv_heads = integer(config, "num_key_value_heads", default=heads if "num_key_value_heads" in config else None)
     if heads % kv_heads:
@@ -89,17 +88,9 @@ def sparse_layers(config: Keys, count: int, experts: int) -> list[bool]:
 
 
 def mixed_layers(
-    config: Keys, attention: GqaSpec, sparse: Sequence[bool], routed: MoeSpec | None
+    config: Keys, attentions: Sequence[GqaSpec], sparse: Sequence[bool], routed: MoeSpec | None
 ) -> tuple[LayerSpec, ...]:
-    """Layers of one attention, with experts where `sparse` says so and a dense MLP elsewhere."""
+    """Layers of these attentions, with experts where `sparse` says so and a dense MLP elsewhere."""
     dense = None if all(sparse) else DenseSpec(integer(config, "intermediate_size"))
     ffns = [routed if is_sparse else dense for is_sparse in sparse]
-    return tuple(LayerSpec(attention, ffn) for ffn in ffns if ffn is not None)
-
-
-def _refuse_windows(config: Keys) -> None:
-    if flag(config, "use_sliding_window"):
-        raise wrong("use_sliding_window", True, "sliding window attention is not supported; set it to false")
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise wrong("layer_types", kinds, "only full_attention layers are supported")
+    return tuple(LayerSpec(attention, ffn) for attention, ffn in zip(attentions, ffns, strict=True) if ffn is not None)

@@ -6,12 +6,14 @@ from copyengine.checkpoint.keys import Keys, number
 from copyengine.families.decoder import decoder, expert_count, gqa, layer_count, moe
 from copyengine.families.family import Family
 from copyengine.families.qwen3 import FUSED, HUB
+from copyengine.families.windows import no_windows
 from copyengine.model_spec import LayerSpec, ModelSpec
 
 
 def _parse(architecture: str, config: Keys) -> ModelSpec:
     """Experts are of `intermediate_size`, in every layer."""
     attention = gqa(config, default_head_dim=None, qk_norm=True)
+    no_windows(config, layer_count(config))
     clip = None if config.get("clip_qkv") is None else number(config, "clip_qkv")
     layer = LayerSpec(
         replace(attention, wide_qk_norm=True, clip_qkv=clip), moe(config, expert_count(config), "intermediate_size")

@@ -9,6 +9,7 @@ from copyengine.checkpoint.names import Dialect
 from copyengine.families.decoder import decoder, expert_count, gqa, layer_count, mixed_layers, moe, sparse_layers
 from copyengine.families.family import Family
 from copyengine.families.qwen3 import DENSE_NAMES, FUSED, HUB
+from copyengine.families.windows import layer_windows, window_if_used, with_windows
 from copyengine.model_spec import ModelSpec
 
 _SHARED = {
@@ -21,7 +22,10 @@ _DENSE = MappingProxyType(DENSE_NAMES | _SHARED)
 
 
 def _parse(architecture: str, config: Keys) -> ModelSpec:
-    """The projections of q, k and v have biases unless `qkv_bias` says no; that of the output has none."""
+    """The projections of q, k and v have biases unless `qkv_bias` says no; that of the output has none.
+
+    Windows, if they are used, in every second layer below `max_window_layers`, unless `layer_types` says where.
+    """
     attention = gqa(config, default_head_dim=None, qk_norm=False)
     attention = replace(attention, qkv_bias=flag(config, "qkv_bias", default=True), o_bias=False)
     count, experts = layer_count(config), expert_count(config)
@@ -29,7 +33,10 @@ def _parse(architecture: str, config: Keys) -> ModelSpec:
     routed = None
     if any(sparse):
         routed = replace(moe(config, experts), shared_intermediate=integer(config, "shared_expert_intermediate_size"))
-    return decoder(architecture, config, mixed_layers(config, attention, sparse, routed))
+    size, last = window_if_used(config), integer(config, "max_window_layers", low=0, default=28)
+    sliding = [size is not None and i % 2 == 0 and i < last for i in range(count)]
+    attentions = with_windows(attention, layer_windows(config, size, sliding, by_layer=True))
+    return decoder(architecture, config, mixed_layers(config, attentions, sparse, routed))
 
 
 QWEN2_MOE = Family("qwen2_moe", _parse, (Dialect(_DENSE, HUB.experts), Dialect(_DENSE, FUSED.experts)))

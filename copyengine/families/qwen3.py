@@ -6,6 +6,7 @@ from copyengine.checkpoint.keys import Keys, integer
 from copyengine.checkpoint.names import Dialect, ExpertTensor
 from copyengine.families.decoder import decoder, expert_count, gqa, layer_count, mixed_layers, moe, sparse_layers
 from copyengine.families.family import Family
+from copyengine.families.windows import layer_windows, window_if_used, with_windows
 from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec
 
 DENSE_NAMES = MappingProxyType(
@@ -53,16 +54,23 @@ FUSED = Dialect(
 
 
 def _parse_dense(architecture: str, config: Keys) -> ModelSpec:
-    layer = LayerSpec(gqa(config, default_head_dim=128, qk_norm=True), DenseSpec(integer(config, "intermediate_size")))
-    return decoder(architecture, config, (layer,) * layer_count(config))
+    """Windows, if they are used, from layer `max_window_layers` on, unless `layer_types` says where."""
+    attention, dense = gqa(config, default_head_dim=128, qk_norm=True), DenseSpec(integer(config, "intermediate_size"))
+    count, size = layer_count(config), window_if_used(config)
+    first = integer(config, "max_window_layers", low=0, default=28)
+    windows = layer_windows(config, size, [size is not None and i >= first for i in range(count)], by_layer=True)
+    return decoder(architecture, config, tuple(LayerSpec(a, dense) for a in with_windows(attention, windows)))
 
 
 def _parse_moe(architecture: str, config: Keys) -> ModelSpec:
+    """Windows, if they are used, in all layers."""
     attention = gqa(config, default_head_dim=None, qk_norm=True)
     count, experts = layer_count(config), expert_count(config)
     sparse = sparse_layers(config, count, experts)
     routed = moe(config, experts) if any(sparse) else None
-    return decoder(architecture, config, mixed_layers(config, attention, sparse, routed))
+    size = window_if_used(config)
+    attentions = with_windows(attention, layer_windows(config, size, [size is not None] * count))
+    return decoder(architecture, config, mixed_layers(config, attentions, sparse, routed))
 
 
 QWEN3 = Family("qwen3", _parse_dense, (HUB,))

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dense_layer_between": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
     "every_second_layer": {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
     "dense": {"tie_word_embeddings": True},
+    "windows": {"num_experts": 8, "num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 11},
+    "dense_windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "biases": {"num_experts": 8, "num_experts_per_tok": 2, "attention_bias": True},
     "yarn": {
         "num_experts": 8,
@@ -51,7 +53,9 @@ CASES: dict[str, dict[str, Any]] = {
 FAMILIES: dict[str, str] = {
     "qwen2_moe": "Qwen2Moe",
     "qwen2_moe_mixed": "Qwen2Moe",
+    "qwen2_moe_windows": "Qwen2Moe",
     "mixtral": "Mixtral",
+    "mixtral_windows": "Mixtral",
     "olmoe": "Olmoe",
     "olmoe_clipped": "Olmoe",
 }
@@ -62,7 +66,10 @@ CASES |= {
     "qwen2_moe": SHARED | {"num_experts": 12, "num_experts_per_tok": 4},
     "qwen2_moe_mixed": SHARED
     | {"num_experts": 12, "num_experts_per_tok": 4, "mlp_only_layers": [1], "qkv_bias": False},
+    "qwen2_moe_windows": SHARED
+    | {"num_experts": 12, "num_experts_per_tok": 4, "use_sliding_window": True, "sliding_window": 16},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral_windows": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7},
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False},
     "olmoe_clipped": {"num_experts": 16, "num_experts_per_tok": 4, "clip_qkv": 0.8, "attention_bias": True},
 }

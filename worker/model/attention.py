@@ -1,4 +1,4 @@
-"""Layer kind: grouped-query attention with rotary embedding, optional q/k norm, clamping and biases."""
+"""Layer kind: grouped-query attention with rotary embedding, optional q/k norm, clamping, biases, window and sinks."""
 
 import torch
 from torch.nn import functional
@@ -25,6 +25,7 @@ class GqaAttention:
         self._bias = torch.cat([weights.pop(f"{prefix}.{name}_bias") for name in "qkv"]) if spec.qkv_bias else None
         self._out = weights.pop(f"{prefix}.o")
         self._out_bias = weights.pop(f"{prefix}.o_bias") if spec.o_bias else None
+        self._sinks = weights.pop(f"{prefix}.sinks").to(torch.float32) if spec.sinks else None
         self._q_norm = weights.pop(f"{prefix}.q_norm") if spec.qk_norm else None
         self._k_norm = weights.pop(f"{prefix}.k_norm") if spec.qk_norm else None
 
@@ -48,11 +49,11 @@ class GqaAttention:
 
     def _attend(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[T, heads * D] of the rotated q [T, heads, D], once keys and values are in their pages."""
-        scale, kv = self._spec.head_dim**-0.5, self._kv
+        scale, kv, kind = self._spec.head_dim**-0.5, self._kv, (self._spec.window, self._sinks)
         if batch.table is not None:
-            return decode_attention(q, kv.k, kv.v, batch.table.pages, batch.table.lengths, scale)
+            return decode_attention(q, kv.k, kv.v, batch.table.pages, batch.table.lengths, scale, *kind)
         rows = [
-            attention(q[span.first : span.first + span.rows], kv.k, kv.v, span.pages, span.start, scale)
+            attention(q[span.first : span.first + span.rows], kv.k, kv.v, span.pages, span.start, scale, *kind)
             for span in batch.spans
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -134,8 +134,38 @@ def test_mixtral() -> None:
     attention = spec.layers[0].attention
     assert (attention.head_dim, attention.qk_norm, attention.qkv_bias, spec.norm_eps) == (16, False, False, 1e-5)
     assert parse_spec(config | {"norm_topk_prob": False, "sliding_window": 512}) == spec
-    with pytest.raises(ConfigError, match="sliding_window is 511"):
-        parse_spec(config | {"sliding_window": 511})
+    assert [layer.attention.window for layer in parse_spec(config | {"sliding_window": 511}).layers] == [511, 511]
+    with pytest.raises(ConfigError, match="sliding_window is 0"):
+        parse_spec(config | {"sliding_window": 0})
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "windows"),
+    [
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": False}, [None] * 4),
+        ("Qwen3MoeForCausalLM", {"max_window_layers": 2}, [100] * 4),
+        ("Qwen3MoeForCausalLM", {"layer_types": [SLIDING] * 4}, [100] * 4),
+        ("Qwen3MoeForCausalLM", {"sliding_window": None}, [None] * 4),
+        ("Qwen3MoeForCausalLM", {"sliding_window": 512}, [None] * 4),
+        ("Qwen3ForCausalLM", {"max_window_layers": 3}, [None, None, None, 100]),
+        ("Qwen3ForCausalLM", {"max_window_layers": None}, [None] * 4),
+        ("Qwen3ForCausalLM", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}, [100, None, None, 100]),
+        ("Qwen2MoeForCausalLM", {"max_window_layers": 2}, [100, None, None, None]),
+        ("Qwen2MoeForCausalLM", {}, [100, None, 100, None]),
+        ("Qwen2MoeForCausalLM", {"layer_types": [FULL, SLIDING, FULL, FULL]}, [None, 100, None, None]),
+        ("MixtralForCausalLM", {"use_sliding_window": None}, [100] * 4),
+        ("OlmoeForCausalLM", {"use_sliding_window": False}, [None] * 4),
+    ],
+)
+def test_which_layers_have_windows(architecture: str, change: dict[str, Any], windows: list[int | None]) -> None:
+    """Against what the configuration and modelling files of transformers 5.24 make of it, read off by hand."""
+    config = {**SMALL, "architectures": [architecture], "num_experts": 8, "moe_intermediate_size": 32}
+    config |= {"num_hidden_layers": 4, "shared_expert_intermediate_size": 48}
+    config |= {"use_sliding_window": True, "sliding_window": 100} | change
+    assert [layer.attention.window for layer in parse_spec(config).layers] == windows
 
 
 def test_olmoe() -> None:
@@ -243,9 +273,17 @@ def test_rope_kinds(scaling: dict[str, Any], rope: RopeSpec) -> None:
         ({"head_dim": 127}, ["head_dim", "127", "even"]),
         ({"head_dim": None, "hidden_size": 2049}, ["hidden_size", "2049", "head_dim"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"use_sliding_window": True}, ["use_sliding_window", "True", "false"]),
+        ({"use_sliding_window": True, "sliding_window": 0}, ["sliding_window", "0"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"] * 48},
+            ["layer_types", "contradicts", "9"],
+        ),
+        ({"architectures": ["OlmoeForCausalLM"], "use_sliding_window": True}, ["use_sliding_window", "false"]),
+        ({**DENSE, "layer_types": ["sliding_attention"] * 48}, ["layer_types", "sliding_window"]),
+        ({**DENSE, "layer_types": ["full_attention"] * 47}, ["layer_types", "47", "48"]),
+        ({"layer_types": ["linear_attention"] * 48}, ["layer_types", "linear_attention", "sliding_attention"]),
         ({"use_sliding_window": 1}, ["use_sliding_window", "1"]),
-        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"layer_types": ["sliding_attention"] * 48}, ["layer_types", "sliding_attention"]),
         ({"decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
         ({"mlp_only_layers": ["a"]}, ["mlp_only_layers", "'a'"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
