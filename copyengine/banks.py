@@ -38,6 +38,11 @@ class Banks:
         return self.layers * self.experts * self.record_nbytes
 
     @property
+    def pinned_nbytes(self) -> int:
+        """Of all banks together, what a GPU copies by itself; 0 on the host."""
+        return sum(bank.pinned_nbytes for bank in self._banks.values())
+
+    @property
     def banks(self) -> list[Bank]:
         """[L] of E * record_nbytes bytes."""
         return [self._banks[layer] for layer in range(self.layers)]

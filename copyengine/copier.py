@@ -52,6 +52,11 @@ class Attachment(Struct, frozen=True):
         """What its copies share with those of other workers: a GPU's link, or "" for the host's memory."""
         return self.pool.handle.device
 
+    @property
+    def copied_by_processor(self) -> bool:
+        """Whether starting a copy takes as long as one within the host's memory."""
+        return not self.link or any(bank.pinned_nbytes < bank.nbytes for bank in self.banks)
+
     def close(self) -> None:
         """Unmap the worker's memory."""
         for memory in (self.pool, self.flags, self.ring):
@@ -371,8 +376,9 @@ class Copier:
 
     def _share_links(self) -> None:
         """How long stream pieces may be. One worker's steps put no demand query behind its own stream queries, so a
-        piece may be a whole query where no other worker's demand could wait for it, and not on the host, where a copy
-        holds up the loop itself.
+        piece may be a whole query where no other worker's demand could wait for it. Not where a copy holds up the loop
+        itself: on the host, and where banks are not all pinned.
         """
-        links = [attachment.link for attachment in self._attached.values()]
-        self._longest = {link: MAX_QUERY if link and links.count(link) == 1 else 1 for link in links}
+        attached = list(self._attached.values())
+        links = [attachment.link for attachment in attached if not attachment.copied_by_processor]
+        self._longest = {one.link: MAX_QUERY if links.count(one.link) == 1 else 1 for one in attached}

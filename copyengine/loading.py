@@ -85,7 +85,9 @@ class BankLoader:
         self.banks = banks
         load_s = time.monotonic() - start
         log.info("%.1f GB of experts loaded in %.1f s", banks.nbytes / 1e9, load_s)
-        return Loaded(banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, read_nbytes, load_s)
+        return Loaded(
+            banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, read_nbytes, load_s, banks.pinned_nbytes
+        )
 
 
 class _Meter:

@@ -94,6 +94,7 @@ class Loaded(Struct, frozen=True, tag=True):
     bank_nbytes: int  # all banks together, exactly as allocated
     read_nbytes: int  # bytes read from the checkpoint's files for it, headers not counted
     load_s: float
+    pinned_nbytes: int = 0  # of the banks: what GPUs copy by themselves; the rest goes by way of the processor
     input_scales: list[tuple[float, float]] = []  # of each bank, gate_up's and down's, if experts quantise their inputs
 
 
@@ -125,6 +126,8 @@ class StatsReply(Struct, frozen=True, tag=True):
     dropped_frames: int
     asleep: bool  # no ring is being polled at this moment
     malformed_records: int = 0  # ring records that made no sense; their flags, if readable, were set to failed
+    pinned_nbytes: int = 0  # of the banks: what GPUs copy by themselves
+    pageable_nbytes: int = 0  # and what the processor copies, through staging buffers or, on the host, straight away
 
 
 class Failed(Struct, frozen=True, tag=True):

@@ -169,10 +169,13 @@ class CopyEngineServer:
             await _uncancelled(self._copier.drop(attachment))
 
     def _stats(self) -> StatsReply:
-        stats = self._copier.stats()
+        stats, banks = self._copier.stats(), self._loader.banks
+        bank_nbytes, pinned_nbytes = (banks.nbytes, banks.pinned_nbytes) if banks else (0, 0)
         return StatsReply(
             **stats.counters,
-            bank_nbytes=self._loader.banks.nbytes if self._loader.banks else 0,
+            bank_nbytes=bank_nbytes,
+            pinned_nbytes=pinned_nbytes,
+            pageable_nbytes=bank_nbytes - pinned_nbytes,
             workers=stats.workers,
             dropped_frames=self._rpc.dropped_frames,
             asleep=stats.asleep,

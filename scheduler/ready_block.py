@@ -45,19 +45,32 @@ def state_lines(facts: Facts) -> dict[str, str]:
 
 def expert_lines(placement: Placement, facts: Facts) -> dict[str, str]:
     """The Ready block's lines about experts."""
-    memory = "pinned" if placement.gpus else "shared"
     because = f": {placement.copy_engine_reason}" if placement.copy_engine_reason else ""
     layers, experts, demand = facts["moe_layers"], facts["experts"], facts["demand_tokens"]
     if not layers:
         return {"experts": "none: a dense model, so that there is nothing to load on demand"}
+    memory = bank_memory(placement, facts)
     threshold = f"prefill chunks of up to {demand} tokens load only the experts they route to"
     return {
         "slots": f"{facts['slots']} of {int(layers) * int(experts)} experts, and {facts['stream_slots']} to stream "
         f"through; {_mb(facts['pool_nbytes'])}",
-        "experts": f"{layers} layers x {experts}, {facts['experts_per_token']} per token; {_mb(facts['bank_nbytes'])} "
-        f"of {memory} memory, copied by a {facts['copy_engine']}{because}",
+        "experts": f"{layers} layers x {experts}, {facts['experts_per_token']} per token; {memory}, "
+        f"copied by a {facts['copy_engine']}{because}",
         "demand": threshold if demand else "off: every prefill chunk streams all experts",
     }
+
+
+def bank_memory(placement: Placement, facts: Facts) -> str:
+    """How much of which memory the experts lie in."""
+    total, pinned = int(facts["bank_nbytes"]), int(facts["pinned_nbytes"])
+    if not placement.gpus:
+        return f"{_mb(total)} of shared memory"
+    if pinned == total:
+        return f"{_mb(total)} of pinned memory"
+    return (
+        f"{_mb(total)} of host memory, of which only {_mb(pinned)} could be pinned: {_mb(total - pinned)} are pageable "
+        "and take longer to copy"
+    )
 
 
 def _mb(nbytes: str | float) -> str:

@@ -143,6 +143,7 @@ def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded])
         "slots": first.slots,
         "stream_slots": first.stream_slots,
         "bank_nbytes": first.bank_nbytes,
+        "pinned_nbytes": first.pinned_nbytes,
         "pool_nbytes": first.pool_nbytes,
         "kv_tokens": first.kv_tokens,
         "kv_nbytes": first.kv_nbytes,

@@ -160,9 +160,9 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 
 FACTS: dict[str, Any] = {
     "model": "m", "workers": 2, "device": "cuda:0 NVIDIA H200, cuda:1 NVIDIA H200", "dtype": "bfloat16",
-    "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 1,
-    "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host", "max_model_len": 16,
-    "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop", "state_slots": 32,
+    "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 10**9,
+    "pinned_nbytes": 10**9, "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host",
+    "max_model_len": 16, "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop", "state_slots": 32,
     "state_nbytes": 64_000_000,
 }  # fmt: skip
 
@@ -181,6 +181,14 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
         assert words in block, block
     without = ready_block(made_up, placement, Ready(FACTS | {"state_slots": 0}), "tcp://127.0.0.1:1")
     assert "recurrent" not in without
+
+
+@pytest.mark.parametrize(("pinned_nbytes", "words"), [(0, "only 0.0 MB"), (6 * 10**8, "only 600.0 MB")])
+def test_the_ready_block_says_what_could_not_be_pinned(made_up: Model, pinned_nbytes: int, words: str) -> None:
+    placement = Placement((H200,), "process", "--device auto: a GPU was found", "")
+    block = ready_block(made_up, placement, Ready(FACTS | {"pinned_nbytes": pinned_nbytes}), "tcp://127.0.0.1:1")
+    pageable = f"{(10**9 - pinned_nbytes) / 1e6:,.1f} MB"
+    assert f"1,000.0 MB of host memory, of which {words} could be pinned: {pageable} are pageable" in block, block
 
 
 def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
+from copyengine.protocol import Loaded as BanksLoaded
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
@@ -224,7 +225,7 @@ def facts_of(
     backend: Backend,
     kv: KvCache,
     slots: Slots | None,
-    bank_nbytes: int,
+    banks: BanksLoaded,
     copy_engine: str,
     load_s: float,
 ) -> Loaded:
@@ -245,11 +246,12 @@ def facts_of(
         kv_tokens=kv.num_pages * kv.page_tokens,
         page_tokens=kv.page_tokens,
         kv_nbytes=kv.nbytes,
-        bank_nbytes=bank_nbytes,
+        bank_nbytes=banks.bank_nbytes,
         pool_nbytes=slots.geometry.pool_slots * slots.geometry.record_nbytes if slots else 0,
         dense_nbytes=prepared.budget.dense_nbytes,
         copy_engine=copy_engine,
         load_s=load_s,
+        pinned_nbytes=banks.pinned_nbytes,
     )
 
 

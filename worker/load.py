@@ -81,7 +81,7 @@ class EngineLoader:
             await compute.run(lambda: _close(slots))
             raise
         load_s = time.monotonic() - start_s
-        facts = engine.facts_of(prepared, backend, kv, slots, banks.bank_nbytes, self._link.kind, load_s)
+        facts = engine.facts_of(prepared, backend, kv, slots, banks, self._link.kind, load_s)
         return engine.Engine(facts, runner, slots, backend, lost)
 
     def close(self) -> None:

@@ -150,6 +150,7 @@ class Loaded(Struct, frozen=True, tag=True):
     load_s: float
     state_slots: int = 0  # recurrent states that can be kept; 0: the model has none
     state_nbytes: int = 0  # of all of them
+    pinned_nbytes: int = 0  # of the banks: what the device copies by itself
 
 
 class ExpertStats(Struct, frozen=True):

@@ -61,6 +61,11 @@ class Bank(Protocol):
         ...
 
     @property
+    def pinned_nbytes(self) -> int:
+        """How many bytes, from the first on, a GPU copies by itself; the others go by way of the processor."""
+        ...
+
+    @property
     def array(self) -> Bytes:
         """The bytes, [nbytes] uint8; empty after `close`."""
         ...

@@ -4,26 +4,19 @@ Copies are DMA and never kernels: a copy kernel in this process takes 17-49 % fr
 (H200, 2026-11). Flags are set by stream operations: a copy of 4 bytes in their place took 290 µs more.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
-from copyengine.device import STREAMS, Bank, Memory, OnBytes, Run, Stream
+from copyengine.device import Bank, Memory, OnBytes, Run, Stream
 from copyengine.device.cuda_driver import CudaError, Driver, load_driver
 from copyengine.device.cuda_gpu import Gpu, check_ordinal
-from copyengine.device.pinned import PinnedBank, register_pinned
+from copyengine.device.cuda_link import Link
+from copyengine.device.pinned import PinnedBank, Pinning
+from copyengine.device.staging import Staging
 from copyengine.protocol import MemoryHandle
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, WireError
-
-BATCH_RUNS = 4
-"""From this many runs on, all but the first are one call: scattered records of 2.8 MB went at 48.7 GB/s in batches of 8
-and at 52.1 in batches of 128, at 47.1 and 51.1 one by one (H200, 2026-11, tests/bench/results). The first goes alone,
-so that the link has work while the lists for the call are made, 2.4 µs of Python each."""
-
-BATCH_RUN_NBYTES = 256 << 10
-"""Shorter runs beside longer ones make a batch wait for its own end, silently."""
 
 BANK_THREADS = 2
 TOUCH_THREADS = 8
@@ -31,10 +24,13 @@ TOUCH_THREADS = 8
 2026-11, tests/bench/results/nvidia-h200_202611_pinning.md)."""
 
 
+log = logging.getLogger(__name__)
+
+
 class CudaMemory:
     """A worker's device memory, mapped. See copyengine.device.Memory."""
 
-    def __init__(self, device: "CudaCopyDevice", link: "_Link", handle: MemoryHandle, address: int) -> None:
+    def __init__(self, device: "CudaCopyDevice", link: "Link", handle: MemoryHandle, address: int) -> None:
         self.handle = handle
         self.nbytes = handle.nbytes
         self.address = address
@@ -46,31 +42,6 @@ class CudaMemory:
         if self.nbytes:
             self.nbytes = 0
             self._device._unmap(self)
-
-
-class _Link:
-    """A GPU, its two streams, and events that are not in use."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        """Enters the GPU's context; closes the GPU if it fails."""
-        self.gpu = gpu
-        self.events: list[Any] = []
-        driver = gpu.driver
-        with ExitStack() as undo:
-            undo.callback(gpu.close)
-            gpu.enter()
-            self.streams: dict[Stream, Any] = {}
-            for stream in STREAMS:
-                self.streams[stream] = driver.stream()
-                undo.callback(driver.destroy_stream, self.streams[stream])
-            self._close = undo.pop_all()
-
-    def close(self) -> None:
-        """Free all of it and leave the GPU."""
-        self.gpu.enter()
-        for event in self.events:
-            self.gpu.driver.destroy_event(event)
-        self._close.close()
 
 
 class CudaCopyDevice:
@@ -88,20 +59,23 @@ class CudaCopyDevice:
         self._local = local
         self._ordinal = ordinal
         self._lock = threading.Lock()
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._entered = threading.local()  # .link: whose context is the thread's
+        self._pinning = Pinning(self._driver, self._enter_first)
+        self._staging_lock = threading.Lock()
+        self._staging: Staging | None = None
         check_ordinal(self._driver, ordinal)
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
     def allocate_bank(self, run_id: str, label: str, nbytes: int, on_bytes: OnBytes | None = None) -> Bank:
         """See CopyDevice."""
-        enter = partial(self._enter, self._link_of(self._driver.device(self._ordinal)))
+        self._make_staging()  # before the banks have all that may be pinned
         try:
-            bank = register_pinned(self._driver, enter, nbytes, TOUCH_THREADS)
-        except (CudaError, OSError) as error:
+            bank = self._pinning.bank(nbytes, TOUCH_THREADS)
+        except OSError as error:
             raise ConfigError(
-                f"cannot pin {nbytes} bytes of host memory ({label}): {error}; free memory or serve a smaller model"
+                f"there are no {nbytes} bytes of host memory ({label}): {error}; free memory or serve a smaller model"
             ) from None
         try:
             if on_bytes is not None:
@@ -134,6 +108,10 @@ class CudaCopyDevice:
 
     def close(self) -> None:
         """See CopyDevice."""
+        if self._staging is not None:
+            self._enter_first()
+            self._staging.close()
+            self._staging = None
         with self._lock:
             while self._links:
                 _, link = self._links.popitem()
@@ -162,15 +140,32 @@ class CudaCopyDevice:
             self._enter(memory.link)
             self._driver.close_export(memory.address)
 
-    def _link_of(self, device: Any) -> _Link:
+    def _make_staging(self) -> None:
+        """The buffers for what cannot be pinned, unless there are some; if they cannot be pinned either, the driver
+        copies pageable memory in its own way. CudaError if the GPU is broken."""
+        self._enter_first()
+        with self._staging_lock:
+            if self._staging is None:
+                try:
+                    self._staging = Staging(self._driver)
+                except CudaError as error:
+                    if not error.refuses_pinning:
+                        raise
+                    log.warning("not even a staging buffer can be pinned: %s", error)
+
+    def _enter_first(self) -> None:
+        """Make the context of the GPU that banks are pinned for the calling thread's."""
+        self._enter(self._link_of(self._driver.device(self._ordinal)))
+
+    def _link_of(self, device: Any) -> Link:
         bus_id = self._driver.bus_id(device)
         with self._lock:
             if bus_id not in self._links:
                 self._entered.link = None  # the next line enters the new one, whether it succeeds or not
-                self._links[bus_id] = _Link(Gpu(self._driver, device))
+                self._links[bus_id] = Link(Gpu(self._driver, device))
             return self._links[bus_id]
 
-    def _enter(self, link: _Link) -> None:
+    def _enter(self, link: Link) -> None:
         """Make the link's context the calling thread's, which nobody but us changes."""
         if getattr(self._entered, "link", None) is not link:
             link.gpu.enter()
@@ -186,26 +181,13 @@ class CudaCopyDevice:
         for run in runs:
             if run.target_offset + run.nbytes > target.nbytes or run.source_offset + run.nbytes > source.nbytes:
                 raise CopyFailed(f"{run} is outside a bank of {source.nbytes} or a pool of {target.nbytes}")
-        link = target.link
-        self._enter(link)
-        start, to = source.address, target.address
+        self._enter(target.link)
         try:
-            if len(runs) >= BATCH_RUNS and self._driver.has_batches and min(r.nbytes for r in runs) >= BATCH_RUN_NBYTES:
-                first, *rest = runs
-                self._driver.copy_to_device(
-                    to + first.target_offset, start + first.source_offset, first.nbytes, link.streams[stream]
-                )
-                self._driver.copy_batch_to_device(
-                    [to + run.target_offset for run in rest],
-                    [start + run.source_offset for run in rest],
-                    [run.nbytes for run in rest],
-                    link.streams[stream],
-                )
+            if source.is_one:
+                target.link.copy(stream, source.address, target.address, runs)
             else:
-                on = link.streams[stream]
-                copy = self._driver.copy_to_device
                 for run in runs:
-                    copy(to + run.target_offset, start + run.source_offset, run.nbytes, on)
+                    target.link.copy_piecewise(stream, source, target.address, run, self._staging)
         except CudaError as error:
             if error.refused:
                 raise CopyFailed(str(error)) from None

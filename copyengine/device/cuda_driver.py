@@ -23,6 +23,8 @@ WAIT_AT_LEAST = 0
 BATCH_VERSION = 12080
 """Driver that brought cuMemcpyBatchAsync. CUDA 13 gave it another form, so bindings of 13 need a driver of 13."""
 
+PINNING_REFUSED = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_OPERATING_SYSTEM")
+
 INSTALL = "install the NVIDIA driver and `pip install cuda-bindings`, or use --device cpu"
 
 
@@ -41,6 +43,11 @@ class CudaError(Exception):
     def refused(self) -> bool:
         """Only this call failed. Any other error is an earlier operation's and stays: the context is of no use."""
         return self.error in ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_HANDLE")
+
+    @property
+    def refuses_pinning(self) -> bool:
+        """Of `register_host` and `allocate_host`: the system gives no more pinned memory, or none at all."""
+        return self.refused or self.error in PINNING_REFUSED
 
 
 def load_driver() -> "Driver":

@@ -36,6 +36,8 @@ RESERVE_NBYTES = 256 << 20
 class Segment:
     """A run of shared memory. `array` is [nbytes] uint8, and empty after `close`."""
 
+    pinned_nbytes = 0
+
     def __init__(self, shared: "_Shared", nbytes: int, ledger_file: Path | None) -> None:
         self.handle = MemoryHandle("shm", shared.name, nbytes)
         self.array: Bytes = np.frombuffer(shared.mapping(), np.uint8, nbytes)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from copyengine.device.cuda import BATCH_RUNS, CudaCopyDevice
+from copyengine.device.cuda import CudaCopyDevice
+from copyengine.device.cuda_link import BATCH_RUNS
 from copyengine.device.cuda_worker import CudaWorkerDevice
 from copyengine.device.probe import cuda_devices
 from copyengine.ring import CopyQuery, Kind
@@ -40,7 +41,7 @@ REPEATS = 20
 STREAM_S = 1.0
 COMPUTE_S = 1.5
 
-ENGINE = "import sys, copyengine.device.cuda as cuda\ncuda.BATCH_RUNS = {}\n"
+ENGINE = "import sys, copyengine.device.cuda_link as link\nlink.BATCH_RUNS = {}\n"
 ENGINE += "from copyengine.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 """A copy engine with its threshold moved."""
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 from copyengine.checkpoint.parallel import run_all
 from copyengine.device.cuda_driver import Driver, load_driver
 from copyengine.device.cuda_gpu import Gpu
-from copyengine.device.pinned import PinnedBank, register_pinned
+from copyengine.device.pinned import PinnedBank, Pinning
 from tests.bench.report import conditions, gpu_driver, table
 
 BANK_NBYTES = 512 * 2_764_800
@@ -86,7 +86,7 @@ def allocate(gpu: Gpu, nbytes: int) -> PinnedBank:
 
 def register(touch: int, gpu: Gpu, nbytes: int) -> PinnedBank:
     """With so many threads for the pages."""
-    return register_pinned(gpu.driver, gpu.enter, nbytes, touch)
+    return Pinning(gpu.driver, gpu.enter).bank(nbytes, touch)
 
 
 def measure(gpu: Gpu, pin: Pin, banks: int, threads: int) -> Times:

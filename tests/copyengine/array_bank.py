@@ -10,6 +10,11 @@ class ArrayBank:
 
     def __init__(self, array: Bytes) -> None:
         self.array = array
+        self.pageable_nbytes = 0  # as if so many bytes at its end were not pinned
+
+    @property
+    def pinned_nbytes(self) -> int:
+        return self.nbytes - self.pageable_nbytes
 
     @property
     def nbytes(self) -> int:

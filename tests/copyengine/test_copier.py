@@ -341,7 +341,8 @@ def marked(device: StreamsDevice, stream: Stream, marks: int) -> bool:
 
 
 def test_a_stream_piece_is_a_query_where_a_worker_has_its_link_for_itself(copier: Copier, device: Device) -> None:
-    """While two workers share a link, and on the host, pieces have one record. Prefetch pieces always have one."""
+    """While two workers share a link, on the host, and where banks are not all pinned, pieces have one record. Prefetch
+    pieces always have one."""
     a, b, c, d = (on_a_link(Worker(name), link) for name, link in [("a", "x"), ("b", "x"), ("c", "y"), ("d", "")])
 
     def runs(worker: Worker, kind: Kind) -> list[int]:
@@ -360,6 +361,12 @@ def test_a_stream_piece_is_a_query_where_a_worker_has_its_link_for_itself(copier
     assert [runs(worker, "stream") for worker in (a, b, c)] == [[1, 1, 1], [1, 1, 1], [3]]
     copier.detach("a").result(10)
     assert runs(b, "stream") == [3]
+    bank = b.attachment.banks[-1]
+    assert isinstance(bank, ArrayBank)
+    bank.pageable_nbytes = 1
+    copier.attach(a.attachment).result(10)
+    copier.detach("a").result(10)
+    assert [runs(b, "stream"), runs(b, "demand"), runs(c, "stream")] == [[1, 1, 1], [3], [3]]
     for worker in (a, b, c, d):
         worker.close()
 

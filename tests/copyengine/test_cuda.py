@@ -25,7 +25,7 @@ from copyengine.checkpoint.random_model import Sizes, model_config, write_random
 from copyengine.checkpoint.reader import read_experts
 from copyengine.config import CopyEngineConfig
 from copyengine.device import FAILED, LANDED, RELEASED
-from copyengine.device.cuda import BATCH_RUN_NBYTES, BATCH_RUNS
+from copyengine.device.cuda_link import BATCH_RUN_NBYTES, BATCH_RUNS
 from copyengine.device.cuda_worker import CudaWorkerDevice
 from copyengine.device.probe import cuda_devices
 from copyengine.protocol import LoadProgress, MemoryHandle

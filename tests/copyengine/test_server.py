@@ -133,7 +133,7 @@ async def serve_steps(client: CopyEngineClient, model: str) -> None:
 
     await asyncio.to_thread(steps)
     stats = await client.stats()
-    assert stats.workers == ["w"] and stats.bank_nbytes == loaded.bank_nbytes
+    assert stats.workers == ["w"] and stats.bank_nbytes == stats.pageable_nbytes == loaded.bank_nbytes
     assert (stats.stream.records, stats.demand.failed_queries, stats.dropped_frames) == (12, 0, 0)
     await client.detach("w")
     assert (await client.stats()).workers == []

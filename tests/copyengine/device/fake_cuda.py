@@ -30,6 +30,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_NOT_PERMITTED = 800
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
@@ -127,11 +128,13 @@ class FakeCuda:
         self.no_ipc = False
         self.streams: list[Stream] = []
         self.copies: list[tuple[int, int, int]] = []  # target, source, bytes
+        self.pin_limit_nbytes: int | None = None  # what may be registered at a time
+        self.no_pinned_buffers = False
+        self.registered: dict[int, tuple[int, int]] = {}  # bytes and flags by address
         self.thread = threading.local()  # .gpu, .relaxed
         self.events = itertools.count(1)
         self.happened: set[int] = set()
         self.opened: Counter[int] = Counter()
-        self.registered: dict[int, int] = {}  # flags of registered host memory, by address
         self.CUresult = CUresult
         self.CUipcMemHandle = CUipcMemHandle
         self.CUdeviceptr = lambda address: SimpleNamespace(address=address)
@@ -234,6 +237,8 @@ class FakeCuda:
 
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> Any:
         assert flags == 1, "not portable"
+        if self.no_pinned_buffers:
+            return CUresult.CUDA_ERROR_NOT_PERMITTED, None
         return self._allocate("host memory", -1 if self._gpu() >= 0 else -2, nbytes)
 
     def cuMemFreeHost(self, address: int) -> Any:
@@ -241,17 +246,23 @@ class FakeCuda:
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         self._gpu()
+        if not flags & 1 or address % 4096 or nbytes % 4096 or self._registrations(address, nbytes):
+            return (INVALID,)
+        if self.pin_limit_nbytes is not None and self._pinned_nbytes() + nbytes > self.pin_limit_nbytes:
+            return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.registered[address] = nbytes, flags
         self.live["registration"] += 1
-        self.registered[address] = flags
-        return (OK if flags & 1 and not address % 4096 and not nbytes % 4096 else INVALID,)
+        return (OK,)
 
     def cuMemHostUnregister(self, address: int) -> Any:
         self._gpu()
+        if self.registered.pop(address, None) is None:
+            return (INVALID,)
         self.live["registration"] -= 1
         return (OK,)
 
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> Any:
-        if not self.registered.get(address, 0) & 2:
+        if not self.registered.get(address, (0, 0))[1] & 2:
             return INVALID, None
         return OK, address + 0x1000
 
@@ -314,7 +325,12 @@ class FakeCuda:
         return (self.broken or (OK if event in self.happened else CUresult.CUDA_ERROR_NOT_READY),)
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: Stream) -> Any:
-        return self._copy(target, source, nbytes, stream)
+        touched = self._registrations(source, nbytes)
+        if touched or self.machine.owner(source) is not None:
+            return self._copy(target, source, nbytes, stream)
+        self.copies.append((target, source, nbytes))
+        pageable = ctypes.string_at(source, nbytes)  # read at once, landing in the order of the stream
+        return self._do(stream, lambda: ctypes.memmove(target, pageable, nbytes))
 
     def cuMemcpyDtoHAsync(self, target: int, source: int, nbytes: int, stream: Stream) -> Any:
         return self._do(stream, lambda: ctypes.memmove(target, source, nbytes))
@@ -350,7 +366,21 @@ class FakeCuda:
         self.calls.append(f"{stream} waits for {address} {'>=' if flags == 0 else '?'} {value}")
         return (OK,)
 
+    def _pinned_nbytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.registered.values())
+
+    def _registrations(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """(address, bytes) of those that a range lies in or touches."""
+        found = self.registered.items()
+        return [
+            (start, length) for start, (length, _) in found if start < address + nbytes and address < start + length
+        ]
+
     def _copy(self, target: int, source: int, nbytes: int, stream: Stream) -> Any:
+        """From pinned memory: of one registration, or of one allocation of the driver's."""
+        whole = [start <= source and source + nbytes <= start + n for start, n in self._registrations(source, nbytes)]
+        if whole != [True] and self.machine.owner(source) is None:
+            return (INVALID,)
         self.copies.append((target, source, nbytes))
         return self._do(stream, lambda: ctypes.memmove(target, source, nbytes))
 

@@ -12,12 +12,13 @@ import pytest
 
 from copyengine.copier import Attachment, Copier
 from copyengine.device import LANDED, Bank, Run
-from copyengine.device.cuda import BATCH_RUN_NBYTES, BATCH_RUNS, CudaCopyDevice, CudaMemory
+from copyengine.device.cuda import CudaCopyDevice, CudaMemory
 from copyengine.device.cuda_driver import CudaError
 from copyengine.device.cuda_gpu import Gpu, check_ordinal
+from copyengine.device.cuda_link import BATCH_RUN_NBYTES, BATCH_RUNS
 from copyengine.device.cuda_worker import CudaWorkerDevice, DeviceMemory
 from copyengine.device.host import create_segment
-from copyengine.device.pinned import register_pinned
+from copyengine.device.pinned import Pinning
 from copyengine.protocol import CopyCounters, MemoryHandle
 from copyengine.ring import CopyQuery, Kind, Limits, RingReader, RingWriter, ring_nbytes
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, WireError
@@ -201,9 +202,17 @@ def test_memory_opened_twice_is_closed_twice(rig: Rig) -> None:
 
 
 def test_too_little_host_memory_is_a_config_error(rig: Rig) -> None:
-    rig.cuda.fails["cuMemHostRegister"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(ConfigError, match=r"12345 bytes.*bank7.*cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"):
+    """More than the address space has."""
+    with pytest.raises(ConfigError, match=rf"no {1 << 62} bytes.*bank7"):
+        rig.device.allocate_bank("run", "bank7", 1 << 62)
+
+
+def test_a_gpu_that_is_broken_pins_nothing_and_keeps_nothing(rig: Rig) -> None:
+    """It is not taken for a system that refuses."""
+    rig.cuda.fails["cuMemHostRegister"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(CudaError, match="cuMemHostRegister: CUDA_ERROR_ILLEGAL_ADDRESS"):
         rig.device.allocate_bank("run", "bank7", 12345)
+    assert not rig.cuda.live["registration"]
 
 
 def test_a_bank_is_freed_if_nobody_wants_it_any_more(rig: Rig) -> None:
@@ -219,7 +228,7 @@ def test_a_bank_is_freed_if_nobody_wants_it_any_more(rig: Rig) -> None:
 def test_a_registered_bank_has_exactly_its_bytes(rig: Rig, nbytes: int) -> None:
     """Zeroed, at its address, pinned in whole pages; views outlive it."""
     gpu = Gpu(rig.cuda.driver(), 0)
-    bank = register_pinned(gpu.driver, gpu.enter, nbytes, 3)
+    bank = Pinning(gpu.driver, gpu.enter).bank(nbytes, 3)
     assert bank.array.shape == (nbytes,) == (bank.nbytes,) and not bank.array.any()
     assert bank.array.ctypes.data == bank.address and rig.cuda.live["registration"] == 1
     view = bank.array[-1:]
