@@ -94,6 +94,7 @@ class CudaBackend:
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
         """See worker.backend.Backend."""
+        torch.cuda.empty_cache()  # of weights that were put together when the model was built
         rehearse(rehearsal)
 
     def close(self) -> None:

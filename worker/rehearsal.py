@@ -33,6 +33,7 @@ def rehearse(rehearsal: Rehearsal) -> None:
     steps: list[tuple[Mode, int]] = [("demand", size) for size in sizes]
     steps += [("streamed", size) for size in (sizes[0], longest)]
     steps += [("decode", batch) for batch in range(1, min(rehearsal.max_running, kv.num_pages) + 1)]
+    steps.sort(key=lambda step: -step[1])  # what torch keeps of the largest one then serves all others
     for mode, rows in steps:
         step = _step(mode, rows, kv.page_tokens)
         arrays = step_arrays(step, kv.page_tokens, rehearsal.table_pages if mode == "decode" else 0)

@@ -5,14 +5,14 @@ import pytest
 
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
-from copyengine.model_spec import ModelSpec
+from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec
 from copyengine.workspace import (
     ATTENTION_ROWS,
     CHANGED_ROWS,
+    CUBLAS_NBYTES,
     DRAW_BANDS,
     DRAW_CANDIDATES,
     DRAW_CHUNK,
-    GPU_SLACK,
     context_nbytes,
     gpu_step_nbytes,
     host_step_nbytes,
@@ -45,12 +45,20 @@ def test_a_step_on_the_host() -> None:
 
 
 def test_a_step_on_a_gpu() -> None:
-    """By hand, in bfloat16: 4 x 8 and 2 x 12 elements, 8 logits twice; or attention's, in a model with more heads."""
-    assert gpu_step_nbytes(spec_of(), "bfloat16", 3, 0) == GPU_SLACK * 3 * (2 * 32 + 6 * 8 + 2 * 24)
+    """By hand, in bfloat16: 4 x 8, 8 logits, 2 x 12 elements and 2 x 3 words; or attention's, in a model with more
+    heads; or a wide shared expert's, or a dense MLP's; and angles of 4 float32 each."""
+    cublas = CUBLAS_NBYTES
+    assert gpu_step_nbytes(spec_of(), "bfloat16", 4, 0) - cublas == 6 * (2 * (32 + 8 + 24) + 24 + 32)
     wide = spec_of(msgspec.structs.replace(TINY, heads=16))
-    assert gpu_step_nbytes(wide, "bfloat16", 1, 0) == GPU_SLACK * (2 * 32 + 2 * (3 * 16 + 3) * 4)
+    assert gpu_step_nbytes(wide, "bfloat16", 2, 0) - cublas == 3 * (2 * (24 + 3 * 17 * 4) + 32)
+    layer = spec_of().layers[0]
+    dense = msgspec.structs.replace(spec_of(), layers=(msgspec.structs.replace(layer, ffn=DenseSpec(100)),))
+    assert gpu_step_nbytes(dense, "bfloat16", 2, 0) - cublas == 3 * (2 * (16 + 400) + 32)
+    shared = msgspec.structs.replace(layer, ffn=MoeSpec(8, 2, 4, True, 100))
+    both = msgspec.structs.replace(spec_of(), layers=(shared,))
+    assert gpu_step_nbytes(both, "bfloat16", 2, 0) - cublas == 3 * (2 * (8 + 8 + 16 + 400) + 16 + 32)
     drawing = 10 * 8 + 1 * (32 * 12 + 20)
-    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) == 5 * (10 * (4 + 4) + drawing) + 4 * 10 * 50
+    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) - cublas == 5 * (10 * (4 + 4) + drawing) + 4 * 10 * 50
 
 
 def test_what_drawing_takes_does_not_grow_with_the_vocabulary_for_ever() -> None:
