@@ -72,10 +72,10 @@ class OwnState:
 
     def moves(self, left: list[int], moving: int | None) -> Moves:
         """For the next step, which makes snapshots at these positions, as far as slots can be had."""
-        if moving is not None and self._moving is not None and not self._moving.pins:
-            self._slots.forget(self._moving)  # in whose slot the next one goes, if it was not given up before
         self._moving_to = moving
         for position in left if moving is None else [*left, moving]:
+            if position == moving and not self._slots.free:
+                self._forget_moving()  # rather than what another request has left
             slot = self._slots.take()
             if slot is not None:
                 self._writing.append((position, slot))
@@ -89,6 +89,7 @@ class OwnState:
             self._loose.append(snapshot)
             self._made.append(snapshot)
             if position == self._moving_to:
+                self._forget_moving()
                 self._moving = snapshot
         self._writing = []
 
@@ -120,6 +121,11 @@ class OwnState:
         else:
             home.snapshot = snapshot
         return True
+
+    def _forget_moving(self) -> None:
+        """Where it was last, it is of no more use. One that another request is about to start from is left."""
+        if self._moving is not None and not self._moving.pins:
+            self._slots.forget(self._moving)
 
     def _let_source_go(self) -> None:
         if self._source is not None:

@@ -133,7 +133,7 @@ def _check_states(core: Core, open_: list[Request], nodes: list[Node], worker: P
     """Every state slot has one owner, every pin is counted, and each snapshot is the state behind its tokens."""
     slots = core.pages.states
     states = [state for request in open_ if (state := request.kv.state)]
-    kept = {node.snapshot: _path(node) for node in nodes if node.snapshot and node.snapshot.usable}
+    kept = {node.snapshot: path(node) for node in nodes if node.snapshot and node.snapshot.usable}
     for request in open_:
         assert request.kv.state
         kept |= {s: request.tokens[: s.position] for s in request.kv.state._loose if s.usable}
@@ -152,9 +152,9 @@ def _check_states(core: Core, open_: list[Request], nodes: list[Node], worker: P
     assert core._out or not any(state._writing for state in states), "what was written is kept or given back"
 
 
-def _path(node: Node) -> list[int]:
+def path(node: Node) -> list[int]:
     """The tokens of the prefix that ends with it."""
-    return [*(_path(node.parent) if node.parent else ()), *node.tokens]
+    return [*(path(node.parent) if node.parent else ()), *node.tokens]
 
 
 def _check_path(leaf: Node, worker: PagedWorker) -> None:
