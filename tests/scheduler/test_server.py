@@ -73,6 +73,27 @@ def test_text_token_ids_and_chats_are_answered(model: Path, event_loop: str) -> 
     on_loop(event_loop, main)
 
 
+def test_recurrent_states_are_reused_and_counted(model: Path) -> None:
+    """A prompt of 40 tokens and its answer leave snapshots behind 32 and 48 tokens."""
+
+    async def main() -> None:
+        facts = {"state_slots": 20, "state_nbytes": 5000}
+        async with engine(model, facts=facts, max_running_requests=4) as rig, rig.client() as client:
+            prompt = [5] * 40
+            _, answer, _ = await collect(client, token_ids=prompt, sampling=sampling(9))
+            stats = await client.stats()
+            assert (stats.state_slots_free, stats.state_snapshots, stats.state_slots_total) == (18, 2, 20)
+            assert stats.state_nbytes == stats.workers[0].state_nbytes == 5000
+            assert stats.workers[0].state_snapshots == 2
+            _, _, again = await collect(client, token_ids=[*prompt, *answer, 7], sampling=sampling(1))
+            assert again.usage.cached_tokens == 48
+            sequences = [sequence for step in rig.worker.steps for sequence in step.sequences]
+            written = [slot for sequence in sequences[:-1] for _, slot in sequence.snapshots]
+            assert sequences[-1].restore in written and sequences[0].state >= 0
+
+    on_loop("selector", main)
+
+
 def test_figures_are_those_of_the_steps(model: Path, event_loop: str) -> None:
     async def main() -> None:
         async with engine(model, demand_tokens=8, chunked_prefill_size=16) as rig, rig.client() as client:
