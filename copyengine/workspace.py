@@ -52,10 +52,11 @@ def gpu_step_nbytes(spec: ModelSpec, dtype: str, tokens: int, max_running: int) 
     """Of a step of T = `tokens` on a GPU, whose attention reads its pages where they are.
 
     The activations of one layer, GPU_SLACK_PERCENT of them, and CUBLAS_NBYTES; logits of every running sequence as they
-    are computed and as float32, and what drawing from them takes; what is made of the rows that are changed at a time.
+    are computed and as float32, and what drawing from them takes, all of it once more for decode graphs, which have
+    memory of their own; what is made of the rows that are changed at a time.
     """
     row = max(_gpu_row_nbytes(layer, spec.hidden, ITEMSIZE[dtype]) for layer in spec.layers)
-    logits = max_running * (spec.vocab_size * (ITEMSIZE[dtype] + 4) + _draw_nbytes(spec.vocab_size))
+    logits = 2 * max_running * (spec.vocab_size * (ITEMSIZE[dtype] + 4) + _draw_nbytes(spec.vocab_size))
     changed = spec.vocab_size * min(max_running, CHANGED_ROWS) * CHANGED_NBYTES
     return GPU_SLACK_PERCENT * tokens * row // 100 + CUBLAS_NBYTES + logits + changed
 

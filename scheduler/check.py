@@ -60,7 +60,10 @@ def report(plan: Plan, survey: Survey, settings: Settings, rate: LinkRate) -> st
 def memory_table(need: Need) -> Iterator[str]:
     """What one memory must hold, part by part, beside what is free of it."""
     rows = [(part.name, mb(part.nbytes)) for part in need.parts]
-    rows += [("needed", mb(need.total_nbytes)), ("present, free", mb(need.available_nbytes))]
+    pinned = sum(part.nbytes for part in need.parts if "pinned" in part.name)
+    rows.append(("needed", mb(need.total_nbytes)))
+    rows += [("of that pinned", mb(pinned))] if pinned else []
+    rows.append(("present, free", mb(need.available_nbytes)))
     left = need.short_nbytes
     rows.append(("MISSING", mb(left)) if left > 0 else ("left over", mb(-left)))
     yield need.place

@@ -58,14 +58,14 @@ def test_a_step_on_a_gpu() -> None:
     both = msgspec.structs.replace(spec_of(), layers=(shared,))
     assert gpu_step_nbytes(both, "bfloat16", 2, 0) - cublas == 3 * (2 * (8 + 8 + 16 + 400) + 16 + 32)
     drawing = 10 * 8 + 1 * (32 * 12 + 20)
-    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) - cublas == 5 * (10 * (4 + 4) + drawing) + 4 * 10 * 50
+    assert gpu_step_nbytes(spec_of(), "float32", 0, 5) - cublas == 10 * (10 * (4 + 4) + drawing) + 4 * 10 * 50
 
 
 def test_what_drawing_takes_does_not_grow_with_the_vocabulary_for_ever() -> None:
     """By hand, for 248,320 logits: room for 65,536, and 243 chunks of 32 bands."""
     large = spec_of(msgspec.structs.replace(TINY, vocab_size=248_320))
     row = gpu_step_nbytes(large, "float32", 0, 6) - gpu_step_nbytes(large, "float32", 0, 5)
-    assert row == 248_320 * 8 + 65_536 * 8 + 243 * (32 * 12 + 20)
+    assert row == 2 * (248_320 * 8 + 65_536 * 8 + 243 * (32 * 12 + 20))
 
 
 def test_every_running_sequence_has_a_row_of_logits() -> None:

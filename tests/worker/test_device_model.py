@@ -118,7 +118,7 @@ def test_kv_and_embedding_in_host_memory_give_the_same_bits(directory: str, grap
                 last = done.tokens
                 told.append(done.tokens)
             seen.append(told)
-            pages_of.append([each.cpu() for layer in device.kv.layers for each in (layer.k, layer.v)])
+            pages_of.append([(each + 0).cpu() for layer in device.kv.layers for each in (layer.k, layer.v)])
             assert device.graphs is None or device.graphs.sizes == [2]
     assert seen[0] == seen[1]
     assert all(torch.equal(a, b) for a, b in zip(*pages_of, strict=True))
