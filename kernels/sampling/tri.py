@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.sampling import ref
-from kernels.sampling.ranks import (
+from kernels.sampling.bands import (
     DRAW,
     FACTS,
     FLOOR,
@@ -21,12 +21,12 @@ from kernels.sampling.ranks import (
     MASS,
     TOP,
     count_bands,
-    draw_by_rank,
     lowest_kept,
     marks_down_to,
     min_p_floor,
-    weight,
 )
+from kernels.sampling.ranks import draw_by_rank
+from kernels.sampling.search import weight
 
 CHUNK = 1024
 CANDIDATES = 65_536
