@@ -159,7 +159,7 @@ class Core:
 
     def apply(self, done: StepDone, now_s: float) -> list[Reply]:
         """The step is back: what the clients of its requests are to get, in the step's order."""
-        mode = self._out_mode
+        mode, slots = self._out_mode, self.pages.states.available
         self.counters[mode] = plus(self.counters[mode], done.stats)
         replies: list[Reply] = []
         shares = split_stats(done.stats, [count for _, count in self._out])
@@ -186,7 +186,7 @@ class Core:
                 replies.append(Reply(request, request.finished(reason, now_s)))
                 self._end(request)
         ended = any(request.phase == "ended" for request, _ in out)
-        if ended or mode != "decode" or self.pages.states.total:  # else there is no more room
+        if ended or mode != "decode" or self.pages.states.available > slots:  # else there is no more room
             self._admit()
         return replies
 
