@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import zmq
 
+from copyengine import available
 from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
 from copyengine.checkpoint.model import Model, open_model
@@ -111,7 +111,7 @@ def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     directory = Path(config.model) if config.model else _builtin_model(say)
     model = open_model(directory, config.hf_overrides, config.load_format)
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
-    return Inspected(model, placement, memory_plan(model.spec, dtype, placement, psutil.virtual_memory().available))
+    return Inspected(model, placement, memory_plan(model.spec, dtype, placement, available.host_nbytes()))
 
 
 def preflight(config: LaunchConfig, say: Callable[[str], object]) -> Preflight:

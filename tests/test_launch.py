@@ -3,7 +3,6 @@
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -122,7 +121,7 @@ def made_up(tmp_path: Path) -> Model:
 
 
 def free_host_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=nbytes))
+    monkeypatch.setattr("copyengine.available.host_nbytes", lambda: nbytes)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ SHARED_BY_COPYENGINE = (
     "budget",
     "placement",
     "planning",
+    "available",
     "forecast",
     "link_rate",
     "protocol",

@@ -3,9 +3,9 @@
 
 from collections.abc import Callable
 
-import psutil
 import torch
 
+from copyengine import available
 from copyengine.budget import Budget, Wanted
 from copyengine.device.cuda_worker import CudaWorkerDevice, MappedHostMemory
 from copyengine.model_spec import ModelSpec
@@ -57,7 +57,7 @@ class CudaBackend:
     def plan(self, spec: ModelSpec, dtype: Dtype, record_nbytes: int, wanted: Wanted) -> Budget:
         """See worker.backend.Backend."""
         free_nbytes, _ = torch.cuda.mem_get_info(self.device)
-        gpus, host_nbytes = (FreeGpu(self.name, free_nbytes),), psutil.virtual_memory().available
+        gpus, host_nbytes = (FreeGpu(self.name, free_nbytes),), available.host_nbytes()
         return Plan(spec, dtype, record_nbytes, host_nbytes, gpus, started=True).settled(wanted)
 
     def make_slots(self, order: PoolOrder) -> tuple[DeviceSlots, DeviceSlots]:

@@ -1,8 +1,8 @@
 """The host as a worker's backend."""
 
-import psutil
 import torch
 
+from copyengine import available
 from copyengine.budget import Budget, Wanted, bank_nbytes
 from copyengine.device.host import HostWorkerDevice
 from copyengine.model_spec import ModelSpec
@@ -28,7 +28,7 @@ class HostBackend:
         The banks may have been allocated long ago, for another worker. The plan counts them, so what is available here
         is counted with them.
         """
-        available_nbytes = psutil.virtual_memory().available + bank_nbytes(spec, record_nbytes)
+        available_nbytes = available.host_nbytes() + bank_nbytes(spec, record_nbytes)
         return Plan(spec, dtype, record_nbytes, available_nbytes).settled(wanted)
 
     def make_slots(self, order: PoolOrder) -> tuple[ExpertSlots, HostExperts]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import pytest
 import zmq.asyncio
@@ -68,7 +67,7 @@ def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str, answered: 
 
 
 def budget_with(available_nbytes: int, load: Load, monkeypatch: pytest.MonkeyPatch) -> Budget:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available_nbytes))
+    monkeypatch.setattr("copyengine.available.host_nbytes", lambda: available_nbytes)
     return engine.fit(engine.prepare(load, HOST), load, HOST).budget
 
 
