@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from copyengine.budget import Budget, Wanted, bank_experts
+from copyengine.budget import Budget, Wanted, bank_experts, kv_token_nbytes
 from copyengine.forecast import (
     Routing,
     distinct_experts,
@@ -47,12 +47,12 @@ class Kind(NamedTuple):
 def report(plan: Plan, survey: Survey, settings: Settings, rate: LinkRate) -> str:
     """The whole text."""
     lines = [line for need in survey.needs if need.parts for line in memory_table(need)]
-    lines += ["", *size_lines(plan, survey.budget, settings.wanted)]
+    lines += ["", *size_lines(plan, survey.budget, settings.wanted), *kv_lines(plan, settings.wanted, rate)]
     moe = plan.spec.moe
     if moe is None:
         return "\n".join([*lines, "", "a dense model: there are no experts to copy"])
     kinds, notes = _kinds(plan, moe, settings.stats_file)
-    lines += ["", *hit_rate_table(plan, moe, survey.budget.slots, kinds), *notes]
+    lines += ["", *hit_rate_table(plan, moe, survey.budget.slots, kinds, rate), *notes]
     lines += ["", *first_token_table(plan, survey.budget, settings, kinds, rate)]
     return "\n".join(lines)
 
@@ -83,15 +83,25 @@ def size_lines(plan: Plan, budget: Budget, wanted: Wanted) -> Iterator[str]:
     yield from (f"note: {note}" for note in budget.notes)
 
 
-def hit_rate_table(plan: Plan, moe: MoeSpec, slots: int, kinds: Sequence[Kind]) -> Iterator[str]:
-    """What share of a token's experts decoding finds in slots, from the worst routing to the best."""
+def kv_lines(plan: Plan, wanted: Wanted, rate: LinkRate) -> Iterator[str]:
+    """What it costs that KV lies in host memory, if it does."""
+    if plan.gpus and wanted.kv_placement == "host" and rate.nbytes_per_s:
+        time_ms = 1e3 * 1000 * kv_token_nbytes(plan.spec, plan.dtype) / rate.nbytes_per_s
+        yield f"           read over the link: {time_ms:,.1f} ms a decoded token for each 1,000 tokens of context"
+
+
+def hit_rate_table(plan: Plan, moe: MoeSpec, slots: int, kinds: Sequence[Kind], rate: LinkRate) -> Iterator[str]:
+    """What share of a token's experts decoding finds in slots, from the worst routing to the best, and how long it
+    takes to copy the others."""
     step = len(plan.spec.moe_layers) * moe.experts_per_token
     yield "decode hit rate of one sequence, estimated (S slots, L layers of E experts, K a token)"
     for name, routing in kinds:
         low, high = share_held_by_recency(routing, slots), share_held_by_frequency(routing, slots)
-        yield f"  {name:<34}{_percent(low):>9} - {_percent(high)}"
+        span, copies = f"{_percent(low)} - {_percent(high)}", _copies_of_a_token(plan, step, high, low, rate)
+        yield f"  {name:<34}{span:>18}{copies}"
     same, than = (1.0, ">=") if slots >= step else (0.0, "<")
-    yield f"  {'each token as the one before':<34}{_percent(same):>9}, since S {than} L x K = {step:,}"
+    copies = _copies_of_a_token(plan, step, same, same, rate)
+    yield f"  {'each token as the one before':<34}{_percent(same):>18}{copies}, since S {than} L x K = {step:,}"
     yield "  p is an expert's share of tokens, which are taken to choose independently of each other; real ones repeat"
     yield "  themselves more. From: the experts of the last m tokens are in slots, m being the most for which"
     yield "  sum 1 - (1 - p)^m <= S; to: the S likeliest experts are, with even routing S / (L x E)."
@@ -127,6 +137,13 @@ def first_token_table(
 def _span(plan: Plan, fewest: float, most: float, rate: LinkRate, width: int) -> str:
     low, high = (1e3 * count * plan.record_nbytes / rate.nbytes_per_s for count in (fewest, most))
     return f"{f'{low:,.0f} - {high:,.0f} ms':>{width}}"
+
+
+def _copies_of_a_token(plan: Plan, lookups: int, best: float, worst: float, rate: LinkRate) -> str:
+    if not rate.nbytes_per_s:
+        return ""
+    low, high = (1e3 * lookups * (1 - share) * plan.record_nbytes / rate.nbytes_per_s for share in (best, worst))
+    return f", copying {low:,.1f}" + (f" - {high:,.1f}" if low != high else "") + " ms a token"
 
 
 def _percent(share: float) -> str:

@@ -52,6 +52,7 @@ def test_every_gpu_and_what_is_missing_is_listed() -> None:
     wanted = msgspec.structs.replace(WANTED, workers=2, slots=6000, kv_placement="host")
     text = text_of(plan, wanted)
     assert "left over" in sizes(text, "memory of cuda:0 X") and sizes(text, "memory of cuda:1 Y")["MISSING"] > 5000
+    assert "1.8 ms a decoded token for each 1,000 tokens of context" in text  # 98,304 bytes of each
     assert any(name.startswith("2 x pinned KV (") for name in sizes(text, "host memory"))
     assert "6,000 of 24,576 experts (as asked)" in text and "(auto)" in text
 
@@ -60,8 +61,8 @@ def test_hit_rates_and_times_of_flash_next() -> None:
     """By hand, for 2,100 slots: four tokens' 1,864 experts fit, which a token finds 1 - (1 - 10 / 512)^4 of its own in;
     the S likeliest are 2,100 / 24,576; streaming without them takes 22,476 x 2.77 MB at 55 GB/s."""
     text = text_of(wanted=msgspec.structs.replace(WANTED, slots=2100, kv_tokens=8192))
-    assert re.search(r"even routing +7\.6 % - 8\.5 %\n", text)
-    assert re.search(r"each token as the one before +100\.0 %, since S >= L x K = 480\n", text)
+    assert re.search(r"even routing +7\.6 % - 8\.5 %, copying 22\.1 - 22\.3 ms a token\n", text)
+    assert re.search(r"each token as the one before +100\.0 %, copying 0\.0 ms a token, since S >= L x K = 480\n", text)
     row = re.search(r"\n +16 +1,130 - 1,236 ms +(\d+) - (\d+) ms +(\d+) - (\d+) ms\n", text)
     assert row
     even, most = 48 * 512 * (1 - (1 - 10 / 512) ** 16) * NVFP4_RECORD / 55e6, int(row[2])
