@@ -61,7 +61,7 @@ class Rejoiner:
             self._tell(PeerLost(peer.name, peer.endpoint, code_of(error), str(error)))
             return
         try:
-            facts = await load_worker(worker, self._config, self._tell)
+            facts = await load_worker(worker, peer.name, self._config, self._tell)
             check_facts(self._service, facts)
             await lane.revive(worker, new_core(self._config, self._service.demand_tokens, facts))
         except SlotstreamError as error:

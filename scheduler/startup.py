@@ -66,17 +66,25 @@ async def load_workers(
     workers: list[WorkerClient] = []
     try:
         workers.extend(WorkerClient(context, endpoint) for endpoint in endpoints)
-        return workers, await asyncio.gather(*(load_worker(worker, config, on_progress) for worker in workers))
+        names = [f"worker{i}" for i in range(len(workers))] if len(workers) > 1 else [""]
+        loading = (load_worker(*each, config, on_progress) for each in zip(workers, names, strict=True))
+        return workers, await asyncio.gather(*loading)
     except BaseException:
         await close_all(workers)
         raise
 
 
-async def load_worker(worker: WorkerClient, config: SchedulerConfig, on_progress: Callable[[Progress], None]) -> Loaded:
-    """What `worker` says once it has loaded the model. Raises what it says if it cannot, as `load_workers` does."""
+async def load_worker(
+    worker: WorkerClient, name: str, config: SchedulerConfig, on_progress: Callable[[Progress], None]
+) -> Loaded:
+    """What `worker` says once it has loaded the model. Raises what it says if it cannot, as `load_workers` does.
+
+    `name` is said with its progress, but of what it shares with others.
+    """
 
     def relay(progress: LoadProgress) -> None:
-        on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes))
+        whose = "" if progress.shared else name
+        on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes, whose))
 
     try:
         return await worker.load(load_request(config), config.ready_timeout_s + LOAD_MARGIN_S, relay)

@@ -93,7 +93,7 @@ class EngineLoader:
         """What the copy engine says of its banks, once they are filled."""
 
         def relay(progress: BankProgress) -> None:
-            on_progress(LoadProgress(progress.phase, progress.done_nbytes, progress.total_nbytes))
+            on_progress(LoadProgress(progress.phase, progress.done_nbytes, progress.total_nbytes, shared=True))
 
         banks = await self._link.load(load, prepared.dtype, relay)
         expected = prepared.record.record_nbytes if prepared.record else 0

@@ -120,11 +120,12 @@ Request = Load | RunStep | Release | Stats | LayerStats | Shutdown
 
 
 class LoadProgress(Struct, frozen=True, tag=True):
-    """Not final: bytes of weights read so far in this phase."""
+    """Not final: bytes of weights read so far in this phase, of this worker's own or of what all workers share."""
 
     phase: str
     done_nbytes: int
     total_nbytes: int
+    shared: bool = False
 
 
 class Loaded(Struct, frozen=True, tag=True):

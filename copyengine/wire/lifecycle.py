@@ -37,11 +37,12 @@ class Listening(Struct, frozen=True, tag=True):
 
 
 class Progress(Struct, frozen=True, tag=True):
-    """Loading goes on; `phase` names what is being loaded."""
+    """Loading goes on; `phase` names what is being loaded, `worker` whose it is where there are several."""
 
     phase: str
     done_nbytes: int
     total_nbytes: int
+    worker: str = ""
 
 
 class Ready(Struct, frozen=True, tag=True):
