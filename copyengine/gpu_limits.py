@@ -4,7 +4,7 @@ Each number is a kernel package's own, which this module may not import; tests/c
 together.
 """
 
-from copyengine.model_spec import ModelSpec
+from copyengine.model_spec import GatedDeltaSpec, GqaSpec, ModelSpec
 from copyengine.wire.errors import ConfigError
 
 MAX_SLOTS = 32_768
@@ -29,13 +29,17 @@ MAX_HEADS_PER_KV_HEAD = 32
 
 def check_model(spec: ModelSpec) -> None:
     """ConfigError, naming both numbers, if `spec` has something of which the kernels take less."""
-    attentions = [layer.attention for layer in spec.layers]
     sizes = {
         "vocabulary": (spec.vocab_size, MAX_VOCAB),
         "hidden size": (spec.hidden, MAX_HIDDEN),
-        "head_dim": (max(a.head_dim for a in attentions), MAX_HEAD_DIM),
-        "heads per kv head": (max(a.heads // a.kv_heads for a in attentions), MAX_HEADS_PER_KV_HEAD),
     }
+    attentions = [layer.attention for layer in spec.layers if isinstance(layer.attention, GqaSpec)]
+    if attentions:
+        sizes["head_dim"] = max(a.head_dim for a in attentions), MAX_HEAD_DIM
+        sizes["heads per kv head"] = max(a.heads // a.kv_heads for a in attentions), MAX_HEADS_PER_KV_HEAD
+    deltas = [layer.attention for layer in spec.layers if isinstance(layer.attention, GatedDeltaSpec)]
+    if deltas:
+        raise ConfigError("--model: its layers of gated DeltaNet do not run on a GPU yet; use --device cpu")
     if spec.moe:
         sizes["experts of a layer"] = spec.moe.experts, MAX_EXPERTS
         sizes["experts per token"] = spec.moe.experts_per_token, MAX_EXPERTS_PER_TOKEN

@@ -4,6 +4,8 @@ A layer is a composition of kinds: `LayerSpec.attention` and `LayerSpec.ffn` are
 is a further Struct. Nothing here assumes that all layers are alike. `copyengine.families` makes them of a config.json.
 """
 
+import math
+
 from msgspec import Struct
 
 from kernels.formats import ExpertFormat
@@ -45,6 +47,8 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
     clip_qkv: float | None = None  # q (after its norm), k and v are clamped to that
     window: int | None = None  # each token sees that many positions, its own the last of them; None: all up to its own
     sinks: bool = False  # each head has a logit that joins the denominator of its softmax
+    rotary_dim: int = 0  # leading elements of a head that are rotated; 0: all
+    output_gate: bool = False  # q's projection gives each head a gate too, whose sigmoid scales the head's output
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -52,9 +56,50 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
         return ((self.kv_heads, self.head_dim),) * 2
 
     @property
-    def state_nbytes(self) -> int:
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """What a sequence has for all its tokens together: nothing."""
+        return ()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of that, for one sequence."""
         return 0
+
+
+class GatedDeltaSpec(Struct, frozen=True, tag="gated_delta"):
+    """Gated DeltaNet (Yang et al., 2412.06464): a recurrent state in place of keys and values.
+
+    q, k and v pass a causal depthwise convolution of `conv_width` tokens and SiLU; each key head serves `v_heads` over
+    `k_heads` consecutive value heads.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    grouped: bool = False  # the checkpoint keeps q, k, v and z of a key head together in one projection
+
+    @property
+    def conv_channels(self) -> int:
+        """Of q, k and v together."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """What each token leaves in the KV pages: nothing."""
+        return ()
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What a sequence has for all its tokens together, in float32: the last rows that the convolution needs again,
+        and the recurrent state."""
+        return ((self.conv_width - 1, self.conv_channels), (self.v_heads, self.k_dim, self.v_dim))
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of that, for one sequence."""
+        return 4 * sum(math.prod(shape) for shape in self.state_shapes)
 
 
 class DenseSpec(Struct, frozen=True, tag="dense"):
@@ -80,7 +125,7 @@ class MoeSpec(Struct, frozen=True, tag="moe"):
 class LayerSpec(Struct, frozen=True):
     """One decoder layer. Exactly the layers whose ffn is a MoeSpec have a bank; their order numbers the banks."""
 
-    attention: GqaSpec
+    attention: GqaSpec | GatedDeltaSpec
     ffn: DenseSpec | MoeSpec
 
 
@@ -96,6 +141,7 @@ class ModelSpec(Struct, frozen=True):
     checkpoint_dtype: str  # "bfloat16", "float16" or "float32", as config.json states it
     layers: tuple[LayerSpec, ...]
     expert_format: ExpertFormat = ExpertFormat()
+    zero_centred_norms: bool = False  # norms of H and of heads scale by 1 + weight
 
     @property
     def state_nbytes(self) -> int:

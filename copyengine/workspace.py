@@ -1,6 +1,6 @@
 """How much memory the largest step takes for a while, estimated: pure, no I/O. Other sizes are copyengine.budget's."""
 
-from copyengine.model_spec import LayerSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
 from kernels.formats import ITEMSIZE
 
 ATTENTION_ROWS = 512
@@ -44,7 +44,8 @@ def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> 
     """
     context = min(spec.max_position, kv_tokens)
     mask = min(tokens, ATTENTION_ROWS) * (1 + ITEMSIZE[dtype])
-    heads = max(2 * (a.heads + a.kv_heads) * a.head_dim for a in (layer.attention for layer in spec.layers))
+    attentions = (layer.attention for layer in spec.layers)
+    heads = max((2 * (a.heads + a.kv_heads) * a.head_dim for a in attentions if isinstance(a, GqaSpec)), default=0)
     return context * (heads * ITEMSIZE[dtype] + mask)
 
 
@@ -68,9 +69,19 @@ def _draw_nbytes(vocab_size: int) -> int:
     return min(vocab_size, DRAW_CANDIDATES) * (4 + 4) + chunks * (DRAW_BANDS * (4 + 8) + 4 + 4 + 8 + 4)
 
 
+def _delta_row(spec: GatedDeltaSpec) -> int:
+    """Elements per token of gated DeltaNet: its product, what the convolution makes of it, the output and its norm."""
+    value = spec.v_heads * spec.v_dim
+    return 2 * spec.conv_channels + 3 * value + 2 * spec.v_heads
+
+
 def _host_row(layer: LayerSpec, hidden: int) -> int:
     """Elements per token that are alive in one layer at most."""
-    attention = (2 * layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim
+    match layer.attention:
+        case GqaSpec() as a:
+            attention = ((3 if a.output_gate else 2) * a.heads + 2 * a.kv_heads) * a.head_dim
+        case GatedDeltaSpec() as delta:
+            attention = _delta_row(delta) + 3 * delta.conv_channels  # padded, summed, and q, k and v by value head
     match layer.ffn:
         case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate, shared_intermediate=shared):
             ffn = experts + k * (2 * hidden + 3 * intermediate) + 3 * shared
@@ -82,19 +93,26 @@ def _host_row(layer: LayerSpec, hidden: int) -> int:
 def _gpu_row_nbytes(layer: LayerSpec, hidden: int, itemsize: int) -> int:
     """Bytes per token that are alive in one layer at most.
 
-    The residual, its norm and the layer's output; attention's product, rotated q and k and output, or the norm in a
-    second order (for NVFP4), the router's logits, each route's two intermediate rows and three words, or an MLP's
-    products, of the shared expert after those. Beside all of them the angles of the rotation, in float32.
+    The residual, its norm and the layer's output; attention's product, rotated q and k and output, or what gated
+    DeltaNet has in their place, or the norm in a second order (for NVFP4), the router's logits, each route's two
+    intermediate rows and three words, or an MLP's products, of the shared expert after those. Beside all of them the
+    angles of the rotation, in float32.
     """
-    a = layer.attention
-    attention = itemsize * (3 * hidden + (3 * a.heads + 3 * a.kv_heads) * a.head_dim)
+    angles = 0
+    match layer.attention:
+        case GqaSpec() as a:
+            heads = (4 if a.output_gate else 3) * a.heads + 3 * a.kv_heads
+            attention = itemsize * (3 * hidden + heads * a.head_dim)
+            angles = 8 * a.head_dim
+        case GatedDeltaSpec() as delta:
+            attention = itemsize * (3 * hidden + _delta_row(delta))
     match layer.ffn:
         case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate, shared_intermediate=shared):
             routed = itemsize * (4 * hidden + experts + k * (hidden + intermediate)) + 12 * k
             ffn = max(routed, itemsize * (hidden + experts + _mlp_row(hidden, shared)) + 8 * k)
         case dense:
             ffn = itemsize * _mlp_row(hidden, dense.intermediate)
-    return 8 * a.head_dim + max(attention, ffn)
+    return angles + max(attention, ffn)
 
 
 def _mlp_row(hidden: int, intermediate: int) -> int:

@@ -38,6 +38,7 @@ from worker.protocol import (
     RunStep,
     StepDone,
 )
+from worker.state import StateSlots
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
@@ -210,14 +211,15 @@ def build_runner(
         weights = load_dense(prepared.model, prepared.dtype, backend.device, progress.add, embedding_in)
     zeros = zeros_in(backend.allocate_host) if load.kv_placement == "host" else None
     kv = KvCache(spec, budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, backend.device, zeros)
-    decoder = build_model(spec, weights, kv, pool.experts if pool else None)
+    states = StateSlots(spec, budget.state_slots, backend.device) if budget.state_slots else None
+    decoder = build_model(spec, weights, kv, pool.experts if pool else None, states)
     longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
     table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0
     slots = pool.slots if pool else None
     backend.rehearse(Rehearsal(spec, decoder, kv, slots, table_pages, load.max_step_tokens, load.max_running))
     graphs = backend.graphs(decoder, load.max_running)
     steps = slots or DenseSteps(backend.synchronize, on_broken)
-    return StepRunner(spec, decoder, kv, steps, table_pages, graphs), kv
+    return StepRunner(spec, decoder, kv, steps, table_pages, graphs, states), kv
 
 
 def facts_of(
@@ -252,6 +254,8 @@ def facts_of(
         copy_engine=copy_engine,
         load_s=load_s,
         pinned_nbytes=banks.pinned_nbytes,
+        state_slots=prepared.budget.state_slots,
+        state_nbytes=prepared.budget.state_nbytes,
     )
 
 

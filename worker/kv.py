@@ -32,7 +32,7 @@ class KvLayer:
 
 
 class KvCache:
-    """The pages of all layers: page p of every layer belongs to the same tokens."""
+    """The pages of all layers that leave something in them: page p of every layer belongs to the same tokens."""
 
     def __init__(
         self,
@@ -49,9 +49,16 @@ class KvCache:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.device = device
-        self.layers = [
-            KvLayer(num_pages, page_tokens, layer.attention.kv_shapes, dtype, device, zeros) for layer in spec.layers
-        ]
+        self._of_layer = {
+            index: KvLayer(num_pages, page_tokens, layer.attention.kv_shapes, dtype, device, zeros)
+            for index, layer in enumerate(spec.layers)
+            if layer.attention.kv_shapes
+        }
+        self.layers = list(self._of_layer.values())
+
+    def of_layer(self, index: int) -> KvLayer:
+        """Those of the model's layer `index`, which leaves something in them."""
+        return self._of_layer[index]
 
     @property
     def nbytes(self) -> int:

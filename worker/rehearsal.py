@@ -23,7 +23,10 @@ EVERYTHING = Sampling(changes=Changes(2.0, 0.5, 0.5, seen=bytes(4), counts=bytes
 
 @torch.inference_mode()
 def rehearse(rehearsal: Rehearsal) -> None:
-    """Steps of every kind and of all sizes, which mean nothing; pages may hold anything after it."""
+    """Steps of every kind and of all sizes, which mean nothing; pages may hold anything after it.
+
+    Of recurrent states they name none: they go on from zeros, and leave nothing.
+    """
     kv, slots = rehearsal.kv, rehearsal.slots
     assert slots is None or isinstance(slots, DeviceSlots)
     longest = min(rehearsal.largest_step, kv.num_pages * kv.page_tokens)
@@ -36,7 +39,8 @@ def rehearse(rehearsal: Rehearsal) -> None:
     steps.sort(key=lambda step: -step[1])  # what torch keeps of the largest one then serves all others
     for mode, rows in steps:
         step = _step(mode, rows, kv.page_tokens)
-        arrays = step_arrays(step, kv.page_tokens, rehearsal.table_pages if mode == "decode" else 0)
+        table_pages = rehearsal.table_pages if mode == "decode" else 0
+        arrays = step_arrays(step, kv.page_tokens, table_pages, recurrent=rehearsal.spec.state_nbytes > 0)
         inputs = on_device(step, arrays, kv.device)
         if slots is None:
             forward(rehearsal.model, inputs)

@@ -13,6 +13,7 @@ from worker.drawing import Drawn, Extras, extras_of, extras_on_device, read_logp
 from worker.kv import KvCache
 from worker.model.stack import Decoder
 from worker.protocol import ExpertStats, Logprobs, Mode, RunStep, StepDone
+from worker.state import StateSlots
 from worker.step_check import check_step
 from worker.step_inputs import StepArrays, StepInputs, on_device, step_arrays
 
@@ -58,22 +59,25 @@ class StepRunner:
         experts: StepExperts,
         table_pages: int = 0,
         graphs: DecodeGraphs | None = None,
+        states: StateSlots | None = None,
     ) -> None:
-        """Decode steps come by page tables of `table_pages` pages, if not 0."""
+        """Decode steps come by page tables of `table_pages` pages, if not 0; `states` are those that `model` has."""
         self._spec = spec
         self._model = model
         self._kv = kv
         self._experts = experts
         self._table_pages = table_pages
         self._graphs = graphs
+        self._states = states
         self._device = kv.device
 
     def run(self, step: RunStep) -> StepDone:
         """Runs the step. RequestRefused("invalid_request") if it asks for what is not there; nothing has run then.
 
         Whatever fails while it runs is raised after the slots were told to drop what did not land;
-        RequestRefused("out_of_memory") if the device had too little left. The KV of the step's new positions is
-        undefined then, as is that of a sequence that has no token because its logits are not finite.
+        RequestRefused("out_of_memory") if the device had too little left. The KV of the step's new positions and the
+        states that it writes are undefined then, as are those of a sequence that has no token because its logits are
+        not finite.
         """
         arrays, extras = self._checked(step)
         with torch.inference_mode():
@@ -97,15 +101,18 @@ class StepRunner:
         return FullResult(_done(step, words, stats, extras), *full)
 
     def _checked(self, step: RunStep) -> tuple[StepArrays, Extras | None]:
-        check_step(step, self._spec, self._kv)
-        arrays = step_arrays(step, self._kv.page_tokens, self._table_pages if step.mode == "decode" else 0)
+        check_step(step, self._spec, self._kv, self._states.count if self._states else 0)
+        table_pages = self._table_pages if step.mode == "decode" else 0
+        arrays = step_arrays(step, self._kv.page_tokens, table_pages, self._states is not None)
         return arrays, extras_of(step, arrays)
 
     def _in_step(self, step: RunStep, compute: Callable[[], torch.Tensor]) -> tuple[list[int], ExpertStats]:
         """The words that `compute` draws, with the slots' step around it."""
         try:
             self._experts.begin_step(step.mode)
-            words = self._experts.collect(compute())
+            drawn = compute()
+            self._keep_states(step)
+            words = self._experts.collect(drawn)
             return words, self._experts.end_step()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which hold the step's tensors
@@ -113,6 +120,13 @@ class StepRunner:
             if isinstance(error, torch.OutOfMemoryError):
                 raise RequestRefused("out_of_memory", f"{error}; lower --chunked-prefill-size or --slots") from None
             raise
+
+    def _keep_states(self, step: RunStep) -> None:
+        """A decode step's snapshots; those of a prefill step are taken inside each layer."""
+        if self._states is not None and step.mode == "decode":
+            for sequence in step.sequences:
+                for _, slot in sequence.snapshots:
+                    self._states.copy(sequence.state, slot)
 
     def _drawn(self, step: RunStep, arrays: StepArrays) -> Drawn:
         if self._graphs is not None and step.mode == "decode":

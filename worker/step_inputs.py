@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels import state_pieces
 from kernels.sampling import RowSampling
-from worker.model.batch import Batch, PageTable, Span
+from kernels.state_pieces import Pieces, cut
+from worker.model.batch import Batch, PageTable, Span, StateRows
 from worker.protocol import RunStep, Sampling, SequenceStep
 
 Ints = NDArray[np.int64]
@@ -34,6 +36,10 @@ class StepArrays(NamedTuple):
     position: Ints  # [R] of the token to draw
     lengths: NDArray[np.int32]  # [B] of a decode step by page table, else [0]
     table: NDArray[np.int32]  # [B, P], else [0, 0]
+    sources: NDArray[np.int32]  # [B] of a decode step of a model with recurrent state, else [0]; see StateRows
+    targets: NDArray[np.int32]  # [B] likewise
+    pieces: NDArray[np.int32]  # [pieces, 5] of a prefill step of such a model, else [0, 5]; see Pieces
+    piece_spans: NDArray[np.int32]  # [B + 1] likewise, else [0]
 
 
 class StepInputs(NamedTuple):
@@ -44,8 +50,8 @@ class StepInputs(NamedTuple):
     sampling: RowSampling  # [R]
 
 
-def step_arrays(step: RunStep, page_tokens: int, table_pages: int = 0) -> StepArrays:
-    """The arrays of `step`, which has been checked.
+def step_arrays(step: RunStep, page_tokens: int, table_pages: int = 0, recurrent: bool = False) -> StepArrays:
+    """The arrays of `step`, which has been checked, for a model with recurrent state if it is `recurrent`.
 
     With `table_pages` P the sequences, each of one new token, come with a page table of P pages each.
     """
@@ -68,6 +74,7 @@ def step_arrays(step: RunStep, page_tokens: int, table_pages: int = 0) -> StepAr
         seed=np.array([_signed(s.seed) for s in settings], np.int64),
         position=np.array([s.start + len(s.tokens) for s in drawn], np.int64),
         **_page_table(step.sequences, table_pages),
+        **_states(step, recurrent),
     )
 
 
@@ -85,6 +92,33 @@ def _page_table(sequences: Sequence[SequenceStep], pages: int) -> dict[str, Any]
     return {"lengths": np.array([s.start + 1 for s in sequences], np.int32), "table": table}
 
 
+def _states(step: RunStep, recurrent: bool) -> dict[str, Any]:
+    """Where recurrent states come from and go to."""
+    nowhere = np.empty(0, np.int32)
+    arrays = {"sources": nowhere, "targets": nowhere, "pieces": np.empty((0, 5), np.int32), "piece_spans": nowhere}
+    if not recurrent:
+        return arrays
+    if step.mode == "decode":
+        arrays["sources"] = np.array([_source(s) for s in step.sequences], np.int32)
+        arrays["targets"] = np.array([s.state for s in step.sequences], np.int32)
+        return arrays
+    arrays["pieces"], arrays["piece_spans"] = cut([_state_span(s) for s in step.sequences])
+    return arrays
+
+
+def _source(sequence: SequenceStep) -> int:
+    """The state slot that a sequence goes on from; -1: from zeros."""
+    if sequence.start == 0:
+        return -1
+    return sequence.state if sequence.restore == -1 else sequence.restore
+
+
+def _state_span(sequence: SequenceStep) -> state_pieces.Span:
+    rows = len(sequence.tokens)
+    keep = [(position - sequence.start, slot) for position, slot in sequence.snapshots]
+    return state_pieces.Span(rows, _source(sequence), [*keep, (rows, sequence.state)])
+
+
 def _signed(seed: int) -> int:
     """The low 64 bits of `seed` as a signed word."""
     return (seed + 2**63) % 2**64 - 2**63
@@ -100,9 +134,13 @@ def on_device(step: RunStep, arrays: StepArrays, device: torch.device) -> StepIn
 
 def assemble(tensors: Sequence[torch.Tensor], spans: tuple[Span, ...]) -> StepInputs:
     """The inputs whose arrays are `tensors`, in the order of StepArrays."""
-    tokens, positions, kv_pages, kv_offsets, rows, *settings, lengths, table = tensors
+    tokens, positions, kv_pages, kv_offsets, rows, *settings, lengths, table, sources, targets, pieces, bounds = tensors
     page_table = PageTable(table, lengths) if table.numel() else None
-    return StepInputs(Batch(tokens, positions, kv_pages, kv_offsets, spans, page_table), rows, RowSampling(*settings))
+    states: StateRows | Pieces | None = Pieces(pieces, bounds) if pieces.numel() else None
+    if sources.numel():
+        states = StateRows(sources, targets)
+    batch = Batch(tokens, positions, kv_pages, kv_offsets, spans, page_table, states)
+    return StepInputs(batch, rows, RowSampling(*settings))
 
 
 def _spans(sequences: Sequence[SequenceStep], pages: Sequence[torch.Tensor]) -> Iterator[Span]:

@@ -5,7 +5,7 @@ A further layer kind is a further case. How a checkpoint spells them is `copyeng
 
 from collections.abc import Iterator
 
-from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import DenseSpec, GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
 
 Shape = tuple[int, ...]
 
@@ -40,9 +40,35 @@ def _mlp_tensors(name: str, intermediate: int, hidden: int) -> Iterator[tuple[st
     yield f"{name}.down", (hidden, intermediate)
 
 
-def _attention_tensors(spec: GqaSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+def _attention_tensors(spec: GqaSpec | GatedDeltaSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    match spec:
+        case GqaSpec():
+            yield from _gqa_tensors(spec, hidden)
+        case GatedDeltaSpec():
+            yield from _gated_delta_tensors(spec, hidden)
+
+
+def _gated_delta_tensors(spec: GatedDeltaSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    """z is the gate of the output; b and a give how much of a token goes in and how much of the state stays."""
+    value_rows = spec.v_heads * spec.v_dim
+    if spec.grouped:
+        yield "delta.qkvz", (spec.conv_channels + value_rows, hidden)
+        yield "delta.ba", (2 * spec.v_heads, hidden)
+    else:
+        yield "delta.qkv", (spec.conv_channels, hidden)
+        yield "delta.z", (value_rows, hidden)
+        yield "delta.b", (spec.v_heads, hidden)
+        yield "delta.a", (spec.v_heads, hidden)
+    yield "delta.conv", (spec.conv_channels, 1, spec.conv_width)
+    yield "delta.a_log", (spec.v_heads,)
+    yield "delta.dt_bias", (spec.v_heads,)
+    yield "delta.gated_norm", (spec.v_dim,)
+    yield "delta.o", (hidden, value_rows)
+
+
+def _gqa_tensors(spec: GqaSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+    for part, rows in (("q", q_rows * (2 if spec.output_gate else 1)), ("k", kv_rows), ("v", kv_rows)):
         yield f"attention.{part}", (rows, hidden)
         if spec.qkv_bias:
             yield f"attention.{part}_bias", (rows,)

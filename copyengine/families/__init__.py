@@ -16,6 +16,8 @@ from copyengine.families.mixtral import MIXTRAL
 from copyengine.families.olmoe import OLMOE
 from copyengine.families.qwen2_moe import QWEN2_MOE
 from copyengine.families.qwen3 import QWEN3, QWEN3_MOE
+from copyengine.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
+from copyengine.families.qwen3_next import QWEN3_NEXT
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 
@@ -26,6 +28,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen2MoeForCausalLM": QWEN2_MOE,
         "MixtralForCausalLM": MIXTRAL,
         "OlmoeForCausalLM": OLMOE,
+        "Qwen3NextForCausalLM": QWEN3_NEXT,
+        "Qwen3_5MoeForCausalLM": QWEN3_5_MOE_TEXT,
+        "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
     }
 )
 """By architecture, as config.json names it."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from copyengine.checkpoint.keys import Keys, flag, integer, integers, number, stated, wrong
 from copyengine.families.rope import rope
-from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import DenseSpec, GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Element types a checkpoint may have."""
@@ -88,7 +88,7 @@ def sparse_layers(config: Keys, count: int, experts: int) -> list[bool]:
 
 
 def mixed_layers(
-    config: Keys, attentions: Sequence[GqaSpec], sparse: Sequence[bool], routed: MoeSpec | None
+    config: Keys, attentions: Sequence[GqaSpec | GatedDeltaSpec], sparse: Sequence[bool], routed: MoeSpec | None
 ) -> tuple[LayerSpec, ...]:
     """Layers of these attentions, with experts where `sparse` says so and a dense MLP elsewhere."""
     dense = None if all(sparse) else DenseSpec(integer(config, "intermediate_size"))

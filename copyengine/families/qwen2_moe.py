@@ -18,7 +18,7 @@ _SHARED = {
     "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
     "layers.{i}.shared_gate": "model.layers.{i}.mlp.shared_expert_gate.weight",
 }
-_DENSE = MappingProxyType(DENSE_NAMES | _SHARED)
+DENSE = MappingProxyType(DENSE_NAMES | _SHARED)
 
 
 def _parse(architecture: str, config: Keys) -> ModelSpec:
@@ -39,4 +39,4 @@ def _parse(architecture: str, config: Keys) -> ModelSpec:
     return decoder(architecture, config, mixed_layers(config, attentions, sparse, routed))
 
 
-QWEN2_MOE = Family("qwen2_moe", _parse, (Dialect(_DENSE, HUB.experts), Dialect(_DENSE, FUSED.experts)))
+QWEN2_MOE = Family("qwen2_moe", _parse, (Dialect(DENSE, HUB.experts), Dialect(DENSE, FUSED.experts)))

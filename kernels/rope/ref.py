@@ -6,9 +6,12 @@ from kernels.norm import ref as norm
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    half = cos.shape[-1]
+    wide = x.to(torch.float32)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, wide[..., 2 * half :]), dim=-1).to(x.dtype)
 
 
 def norm_rope(
@@ -19,7 +22,8 @@ def norm_rope(
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    zero_centred: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q = q if q_weight is None else norm.rms_norm(q, q_weight, eps)
-    k = k if k_weight is None else norm.rms_norm(k, k_weight, eps)
+    q = q if q_weight is None else norm.rms_norm(q, q_weight, eps, zero_centred)
+    k = k if k_weight is None else norm.rms_norm(k, k_weight, eps, zero_centred)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin)

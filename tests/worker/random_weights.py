@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from copyengine.model_spec import DenseSpec, LayerSpec, ModelSpec
 from kernels.formats import RecordLayout
+from tests.gqa_layers import gqa_of
 from tests.worker.resident_experts import aligned
 
 STD = 0.3
@@ -36,7 +37,7 @@ def random_bank(record: RecordLayout, experts: int, dtype: torch.dtype, seed: in
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    gqa = layer.attention
+    gqa = gqa_of(layer)
     q, kv = gqa.heads * gqa.head_dim, gqa.kv_heads * gqa.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "input_norm": (hidden,),

@@ -16,6 +16,7 @@ from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.protocol import ExpertStats, Mode
+from worker.state import StateSlots
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
@@ -73,9 +74,15 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 def resident_runner(
-    directory: str, dtype: Dtype = "float32", num_pages: int = 64, page_tokens: int = 4, group: int = 128
+    directory: str,
+    dtype: Dtype = "float32",
+    num_pages: int = 64,
+    page_tokens: int = 4,
+    group: int = 128,
+    state_slots: int = 8,
 ) -> StepRunner:
-    """A StepRunner of the checkpoint in `directory` whose experts are all resident."""
+    """A StepRunner of the checkpoint in `directory` whose experts are all resident. `state_slots` are those of a model
+    that has recurrent state."""
     checkpoint = open_model(directory)
     spec = checkpoint.spec
     kv = KvCache(spec, num_pages, page_tokens, TORCH_DTYPES[dtype], CPU)
@@ -87,4 +94,5 @@ def resident_runner(
     pool = torch.from_numpy(read_banks(checkpoint, record).reshape(-1, record.record_nbytes))
     experts = ResidentExperts(len(spec.moe_layers), spec.moe.experts, group)
     on_host = HostExperts(experts, pool, record, spec.moe.experts)
-    return StepRunner(spec, build_model(spec, weights, kv, on_host), kv, experts)
+    states = StateSlots(spec, state_slots, CPU) if spec.state_nbytes else None
+    return StepRunner(spec, build_model(spec, weights, kv, on_host, states), kv, experts, states=states)

@@ -58,6 +58,10 @@ FAMILIES: dict[str, str] = {
     "mixtral_windows": "Mixtral",
     "olmoe": "Olmoe",
     "olmoe_clipped": "Olmoe",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_next_mixed": "Qwen3Next",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
 """Of the cases that are not Qwen3's: how transformers' classes begin."""
 
@@ -73,6 +77,36 @@ CASES |= {
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False},
     "olmoe_clipped": {"num_experts": 16, "num_experts_per_tok": 4, "clip_qkv": 0.8, "attention_bias": True},
 }
+
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 48,
+    "initializer_range": 0.1,  # more, and transformers' own chunked and recurrent forms differ by more than 1e-4
+}
+TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+CASES |= {
+    "qwen3_next": DELTA,
+    "qwen3_next_mixed": DELTA
+    | {
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        "mlp_only_layers": [1],
+        "linear_num_key_heads": 4,
+        "linear_conv_kernel_dim": 3,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": DELTA | {"norm_topk_prob": None},
+    "qwen3_5_moe": DELTA | {"norm_topk_prob": None},
+}
+WITH_TOWER = ("qwen3_5_moe",)
+RECURRENT = tuple(name for name in CASES if name.startswith(("qwen3_next", "qwen3_5_moe")))
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
@@ -135,12 +169,10 @@ def write_case(directory: Path, name: str, overrides: dict[str, Any]) -> None:
     """Saves the checkpoint and, as fp32, the prompt, its greedy continuation and the logits at every position."""
     import numpy as np
     import torch
-    import transformers
 
     torch.manual_seed(sum(name.encode()) + 1)
     settings = BASE | overrides
-    family = FAMILIES.get(name, "Qwen3Moe" if "num_experts" in settings else "Qwen3")
-    model: Any = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
+    model = _model(name, settings)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "norm" in key:  # initialised to ones, which would hide a norm that is left out or swapped
@@ -154,6 +186,17 @@ def write_case(directory: Path, name: str, overrides: dict[str, Any]) -> None:
             ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
         logits = model(ids).logits
     np.savez(directory / f"{name}.npz", ids=ids[0].numpy(), logits=logits[0].numpy())
+
+
+def _model(name: str, settings: dict[str, Any]) -> Any:
+    import transformers
+
+    family = FAMILIES.get(name, "Qwen3Moe" if "num_experts" in settings else "Qwen3")
+    if name in WITH_TOWER:
+        config = getattr(transformers, f"{family}Config")(text_config=settings, vision_config=TOWER)
+        return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    kind = f"{family}TextConfig" if name.endswith("_text") else f"{family}Config"
+    return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, kind)(**settings))
 
 
 def rope_goldens() -> dict[str, Any]:
@@ -180,7 +223,7 @@ def main() -> None:
     hide_our_packages()
     import torch
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny models: a second one would mostly be waited for
     for name, overrides in CASES.items():
         write_case(directory, name, overrides)
     (directory / "rope.json").write_text(json.dumps(rope_goldens()))

@@ -9,21 +9,30 @@ from worker.kv import KvCache
 from worker.model.moe import Experts
 from worker.model.pre_norm import build_pre_norm
 from worker.model.stack import Decoder, Weights
+from worker.state import StateSlots
 
-FAMILIES: Mapping[str, Callable[[ModelSpec, Weights, KvCache, Experts | None], Decoder]] = MappingProxyType(
+Builder = Callable[[ModelSpec, Weights, KvCache, Experts | None, StateSlots | None], Decoder]
+
+FAMILIES: Mapping[str, Builder] = MappingProxyType(
     {
         "Qwen3MoeForCausalLM": build_pre_norm,
         "Qwen3ForCausalLM": build_pre_norm,
         "Qwen2MoeForCausalLM": build_pre_norm,
         "MixtralForCausalLM": build_pre_norm,
         "OlmoeForCausalLM": build_pre_norm,
+        "Qwen3NextForCausalLM": build_pre_norm,
+        "Qwen3_5MoeForCausalLM": build_pre_norm,
+        "Qwen3_5MoeForConditionalGeneration": build_pre_norm,
     }
 )
 """By architecture; the same ones as in `copyengine.families`."""
 
 
-def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None) -> Decoder:
-    """The model of `spec`, its weights taken out of `weights`; `experts` is None for a dense model.
+def build_model(
+    spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None, states: StateSlots | None = None
+) -> Decoder:
+    """The model of `spec`, its weights taken out of `weights`; `experts` is None for a dense model, `states` for one
+    without recurrent state.
 
     ConfigError for an architecture that is not known, and for weights that are missing or left over.
     """
@@ -31,7 +40,7 @@ def build_model(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts
     if build is None:
         raise ConfigError(f"architecture {spec.architecture!r} is not supported; known: {', '.join(FAMILIES)}")
     try:
-        model = build(spec, weights, kv, experts)
+        model = build(spec, weights, kv, experts, states)
     except KeyError as missing:
         raise ConfigError(f"weight {missing} of {spec.architecture} was not loaded") from None
     if weights:

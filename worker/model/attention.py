@@ -1,4 +1,4 @@
-"""Layer kind: grouped-query attention with rotary embedding, optional q/k norm, clamping, biases, window and sinks."""
+"""Layer kind: grouped-query attention with rotary embedding; optional q/k norm, clamp, biases, window, sinks, gate."""
 
 import torch
 from torch.nn import functional
@@ -16,11 +16,21 @@ from worker.model.stack import Weights
 class GqaAttention:
     """[T, H] -> [T, H]; appends the step's keys and values to its KV pages."""
 
-    def __init__(self, spec: GqaSpec, weights: Weights, prefix: str, kv: KvLayer, rotary: Rotary, eps: float) -> None:
+    def __init__(
+        self,
+        spec: GqaSpec,
+        weights: Weights,
+        prefix: str,
+        kv: KvLayer,
+        rotary: Rotary,
+        eps: float,
+        zero_centred: bool = False,
+    ) -> None:
         self._spec = spec
         self._kv = kv
         self._rotary = rotary
         self._eps = eps
+        self._zero_centred = zero_centred
         self._qkv = torch.cat([weights.pop(f"{prefix}.{name}") for name in "qkv"])
         self._bias = torch.cat([weights.pop(f"{prefix}.{name}_bias") for name in "qkv"]) if spec.qkv_bias else None
         self._out = weights.pop(f"{prefix}.o")
@@ -30,7 +40,7 @@ class GqaAttention:
         self._k_norm = weights.pop(f"{prefix}.k_norm") if spec.qk_norm else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        q, k, v = self._project(x)
+        q, k, v, gate = self._project(x)
         q_norm, k_norm = self._q_norm, self._k_norm
         if self._spec.wide_qk_norm:
             assert q_norm is not None and k_norm is not None
@@ -39,9 +49,12 @@ class GqaAttention:
         if self._spec.clip_qkv is not None:
             q, k, v = (part.clamp(-self._spec.clip_qkv, self._spec.clip_qkv) for part in (q, k, v))
         cos, sin = batch.once(self._rotary, lambda: self._rotary.cos_sin(batch.positions))
-        q, k = norm_rope(q, k, q_norm, k_norm, self._eps, cos, sin)
+        q, k = norm_rope(q, k, q_norm, k_norm, self._eps, cos, sin, self._zero_centred)
         self._kv.append(k, v, batch.kv_pages, batch.kv_offsets)
-        return functional.linear(self._attend(q, batch), self._out, self._out_bias)
+        attended = self._attend(q, batch)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate).reshape(attended.shape)
+        return functional.linear(attended, self._out, self._out_bias)
 
     def _wide_norm(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Of all heads of a row at once: [T, heads, D]."""
@@ -58,9 +71,11 @@ class GqaAttention:
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k and v [T, kv_heads, D]: views of one product, before norms and rotation."""
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """q [T, heads, D], k and v [T, kv_heads, D] and the output's gate like q, if there is one: views of one
+        product, before norms and rotation."""
         spec = self._spec
         heads = functional.linear(x, self._qkv, self._bias).view(x.shape[0], -1, spec.head_dim)
-        q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-        return q, k, v
+        q_heads = spec.heads * 2 if spec.output_gate else spec.heads
+        q, k, v = torch.split(heads, [q_heads, spec.kv_heads, spec.kv_heads], dim=1)
+        return (q[:, 0::2], k, v, q[:, 1::2]) if spec.output_gate else (q, k, v, None)

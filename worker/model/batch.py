@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from kernels.state_pieces import Pieces
+
 T = TypeVar("T")
 
 
@@ -28,6 +30,14 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class StateRows:
+    """State slots of B sequences of one row each: where each goes on from, -1 for zeros, and where its state goes."""
+
+    sources: torch.Tensor  # [B] int32
+    targets: torch.Tensor  # [B] int32
+
+
+@dataclass(frozen=True)
 class Batch:
     """T rows. The same for every layer; a layer kind reads what it needs."""
 
@@ -37,6 +47,7 @@ class Batch:
     kv_offsets: torch.Tensor  # [T] int64, its place in that page
     spans: tuple[Span, ...]  # empty if there is a page table
     table: PageTable | None = None  # of a decode step on a device
+    states: StateRows | Pieces | None = None  # of a decode step, or of a prefill step; None for models without
     _made: dict[Hashable, Any] = field(default_factory=dict, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -1,42 +1,62 @@
 """Families of pre-norm layers of attention and a dense or routed MLP on one residual of H: Qwen3, Qwen3-MoE, Qwen2-MoE,
-Mixtral, OLMoE."""
+Mixtral, OLMoE, Qwen3-Next, Qwen3.5-MoE."""
 
-from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from copyengine.model_spec import DenseSpec, GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from worker.kv import KvCache
 from worker.model.attention import GqaAttention
+from worker.model.gated_delta import GatedDelta
 from worker.model.mlp import DenseMlp
 from worker.model.moe import Experts, MoeFfn
 from worker.model.rotary import Rotary
 from worker.model.stack import Block, Decoder, Norm, PreNormResidual, Weights
+from worker.state import StateSlots
 
 Rotaries = dict[tuple[RopeSpec, int], Rotary]
 """Layers that share one share a step's angles."""
 
 
-def build_pre_norm(spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None) -> Decoder:
+def build_pre_norm(
+    spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None, states: StateSlots | None = None
+) -> Decoder:
     """The model; takes its tensors out of `weights`. KeyError if one is not there."""
+
+    def norm(name: str) -> Norm:
+        return Norm(weights.pop(name), spec.norm_eps, spec.zero_centred_norms)
+
     embed = weights.pop("embed")
     blocks: list[Block] = []
     rotaries: Rotaries = {}
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}"
-        attention = _attention(spec, layer, index, weights, kv, rotaries)
-        blocks.append(PreNormResidual(Norm(weights.pop(f"{prefix}.input_norm"), spec.norm_eps), attention))
+        attention = _attention(spec, layer, index, weights, kv, rotaries, states)
+        blocks.append(PreNormResidual(norm(f"{prefix}.input_norm"), attention))
         ffn = _ffn(spec, layer, index, weights, experts)
-        blocks.append(PreNormResidual(Norm(weights.pop(f"{prefix}.ffn_norm"), spec.norm_eps), ffn))
+        blocks.append(PreNormResidual(norm(f"{prefix}.ffn_norm"), ffn))
     head = embed if spec.tie_word_embeddings else weights.pop("head")
-    return Decoder(embed, blocks, Norm(weights.pop("final_norm"), spec.norm_eps), head)
+    return Decoder(embed, blocks, norm("final_norm"), head)
 
 
 def _attention(
-    spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, kv: KvCache, rotaries: Rotaries
+    spec: ModelSpec,
+    layer: LayerSpec,
+    index: int,
+    weights: Weights,
+    kv: KvCache,
+    rotaries: Rotaries,
+    states: StateSlots | None,
 ) -> Block:
-    prefix = f"layers.{index}.attention"
     match layer.attention:
-        case GqaSpec(rope=rope, head_dim=head_dim) as gqa:
-            if (rope, head_dim) not in rotaries:
-                rotaries[rope, head_dim] = Rotary(rope, head_dim, kv.device)
-            return GqaAttention(gqa, weights, prefix, kv.layers[index], rotaries[rope, head_dim], spec.norm_eps)
+        case GqaSpec(rope=rope) as gqa:
+            rotated = gqa.rotary_dim or gqa.head_dim
+            if (rope, rotated) not in rotaries:
+                rotaries[rope, rotated] = Rotary(rope, rotated, kv.device)
+            prefix, rotary = f"layers.{index}.attention", rotaries[rope, rotated]
+            zero_centred = spec.zero_centred_norms
+            return GqaAttention(gqa, weights, prefix, kv.of_layer(index), rotary, spec.norm_eps, zero_centred)
+        case GatedDeltaSpec() as delta:
+            if states is None:
+                raise ValueError(f"layer {index} has a recurrent state, but no slots were given")
+            return GatedDelta(delta, weights, f"layers.{index}.delta", states.layers[index], spec.norm_eps)
 
 
 def _ffn(spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, experts: Experts | None) -> Block:

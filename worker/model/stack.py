@@ -25,9 +25,10 @@ class Norm:
 
     weight: torch.Tensor
     eps: float
+    zero_centred: bool = False  # scales by 1 + weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.zero_centred)
 
 
 @dataclass(frozen=True)

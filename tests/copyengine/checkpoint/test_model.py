@@ -18,6 +18,7 @@ from copyengine.checkpoint.model import dense_file_nbytes, expert_file_nbytes, o
 from copyengine.checkpoint.random_model import Sizes, model_config, write_random_model
 from copyengine.wire.errors import ConfigError
 from tests.copyengine.checkpoint.conftest import SAVED
+from tests.gqa_layers import gqa_of
 
 TINY = Sizes(
     layers=2, hidden=16, intermediate=8, experts=4, experts_per_token=2, heads=2, kv_heads=1, head_dim=8, vocab_size=33
@@ -58,8 +59,8 @@ def test_every_saved_tensor_is_found_where_the_safetensors_library_finds_it(save
 def test_the_geometry_transformers_stated(saved: Path) -> None:
     assert open_model(saved / "moe8").spec.moe_layers == (0, 2)
     assert open_model(saved / "moe5_f16_sparse").spec.moe_layers == (1, 3)
-    assert open_model(saved / "moe8").spec.layers[0].attention.rope.theta == 50000.0
-    assert open_model(saved / "moe60_sharded").spec.layers[0].attention.o_bias
+    assert gqa_of(open_model(saved / "moe8").spec.layers[0]).rope.theta == 50000.0
+    assert gqa_of(open_model(saved / "moe60_sharded").spec.layers[0]).o_bias
     assert "head" not in open_model(saved / "moe8_f32_tied").dense
     assert open_model(saved / "dense").experts == ()
     dtypes = {name: open_model(saved / name).spec.checkpoint_dtype for name in SAVED}
@@ -79,7 +80,7 @@ def test_opening_a_checkpoint_of_many_tensors_is_quick(tmp_path: Path) -> None:
 def test_overrides_are_merged_deeply(tiny: Path) -> None:
     edit_json(tiny / "config.json", lambda c: c.update(rope_scaling={"type": "linear", "factor": 2.0}))
     spec = open_model(tiny, '{"rope_scaling": {"factor": 4}, "num_hidden_layers": 1}').spec
-    assert (spec.layers[0].attention.rope.kind, spec.layers[0].attention.rope.factor) == ("linear", 4.0)
+    assert (gqa_of(spec.layers[0]).rope.kind, gqa_of(spec.layers[0]).rope.factor) == ("linear", 4.0)
     assert len(spec.layers) == 1
 
 

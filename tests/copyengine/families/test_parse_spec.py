@@ -12,6 +12,7 @@ from copyengine.families import parse_spec
 from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec, RopeSpec
 from copyengine.wire.errors import ConfigError
 from kernels.formats import ExpertFormat
+from tests.gqa_layers import gqa_of
 
 HUB: dict[str, Any] = {  # Qwen3-30B-A3B's config.json
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -79,7 +80,7 @@ def test_a_hub_config() -> None:
     spec = parse_spec(HUB)
     assert (len(spec.layers), spec.hidden, spec.vocab_size, spec.max_position) == (48, 2048, 151936, 40960)
     assert moe_of(spec) == MoeSpec(128, 8, 768, True)
-    attention = spec.layers[0].attention
+    attention = gqa_of(spec.layers[0])
     assert (attention.heads, attention.kv_heads, attention.head_dim, attention.qk_norm) == (32, 4, 128, True)
     assert not attention.qkv_bias and not attention.o_bias and not spec.tie_word_embeddings
     assert (attention.rope, spec.norm_eps, spec.checkpoint_dtype) == (RopeSpec(1e6), 1e-6, "bfloat16")
@@ -131,10 +132,10 @@ def test_mixtral() -> None:
     config = {**SMALL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "sliding_window": None}
     spec = parse_spec(config)
     assert [layer.ffn for layer in spec.layers] == [MoeSpec(8, 2, 96, True)] * 2
-    attention = spec.layers[0].attention
+    attention = gqa_of(spec.layers[0])
     assert (attention.head_dim, attention.qk_norm, attention.qkv_bias, spec.norm_eps) == (16, False, False, 1e-5)
     assert parse_spec(config | {"norm_topk_prob": False, "sliding_window": 512}) == spec
-    assert [layer.attention.window for layer in parse_spec(config | {"sliding_window": 511}).layers] == [511, 511]
+    assert [gqa_of(layer).window for layer in parse_spec(config | {"sliding_window": 511}).layers] == [511, 511]
     with pytest.raises(ConfigError, match="sliding_window is 0"):
         parse_spec(config | {"sliding_window": 0})
 
@@ -165,16 +166,16 @@ def test_which_layers_have_windows(architecture: str, change: dict[str, Any], wi
     config = {**SMALL, "architectures": [architecture], "num_experts": 8, "moe_intermediate_size": 32}
     config |= {"num_hidden_layers": 4, "shared_expert_intermediate_size": 48}
     config |= {"use_sliding_window": True, "sliding_window": 100} | change
-    assert [layer.attention.window for layer in parse_spec(config).layers] == windows
+    assert [gqa_of(layer).window for layer in parse_spec(config).layers] == windows
 
 
 def test_olmoe() -> None:
     config = {**SMALL, "architectures": ["OlmoeForCausalLM"], "num_experts": 8, "clip_qkv": None}
     spec = parse_spec(config)
-    attention = spec.layers[0].attention
+    attention = gqa_of(spec.layers[0])
     assert moe_of(spec) == MoeSpec(8, 2, 96, False)
     assert (attention.qk_norm, attention.wide_qk_norm, attention.clip_qkv) == (True, True, None)
-    assert parse_spec(config | {"clip_qkv": 8.0}).layers[0].attention.clip_qkv == 8.0
+    assert gqa_of(parse_spec(config | {"clip_qkv": 8.0}).layers[0]).clip_qkv == 8.0
     with pytest.raises(ConfigError, match="clip_qkv"):
         parse_spec(config | {"clip_qkv": "much"})
 
@@ -185,9 +186,9 @@ def test_qwen2_moe() -> None:
     config |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
     spec = parse_spec(config)
     assert [layer.ffn for layer in spec.layers] == [DenseSpec(96), MoeSpec(8, 2, 32, False, 48)]
-    attention = spec.layers[1].attention
+    attention = gqa_of(spec.layers[1])
     assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (True, False, False)
-    assert not parse_spec(config | {"qkv_bias": False}).layers[1].attention.qkv_bias
+    assert not gqa_of(parse_spec(config | {"qkv_bias": False}).layers[1]).qkv_bias
     with pytest.raises(ConfigError, match="shared_expert_intermediate_size is missing"):
         parse_spec(without(config, "shared_expert_intermediate_size"))
 
@@ -195,7 +196,7 @@ def test_qwen2_moe() -> None:
 def test_the_geometry_of_flash_next() -> None:
     spec = parse_spec(FLASH_NEXT)
     assert (len(spec.moe_layers), spec.hidden, moe_of(spec)) == (48, 2560, MoeSpec(512, 10, 640, True))
-    attention = spec.layers[47].attention
+    attention = gqa_of(spec.layers[47])
     assert (attention.heads, attention.kv_heads, attention.head_dim) == (24, 2, 256)
 
 
@@ -216,13 +217,13 @@ def test_which_layers_are_sparse(experts: int, step: int, only: list[int]) -> No
 def test_the_dense_family() -> None:
     spec = parse_spec(without(DENSE, "head_dim", "num_experts"))
     assert spec.moe is None and spec.moe_layers == ()
-    assert spec.layers[47].attention.head_dim == 128  # Qwen3Config's default
-    assert parse_spec({**DENSE, "num_key_value_heads": None}).layers[0].attention.kv_heads == 32
-    assert parse_spec({**DENSE, "attention_bias": True}).layers[0].attention.o_bias
+    assert gqa_of(spec.layers[47]).head_dim == 128  # Qwen3Config's default
+    assert gqa_of(parse_spec({**DENSE, "num_key_value_heads": None}).layers[0]).kv_heads == 32
+    assert gqa_of(parse_spec({**DENSE, "attention_bias": True}).layers[0]).o_bias
 
 
 def test_head_dim_of_the_moe_family_is_derived() -> None:
-    assert parse_spec(without(HUB, "head_dim")).layers[0].attention.head_dim == 64
+    assert gqa_of(parse_spec(without(HUB, "head_dim")).layers[0]).head_dim == 64
 
 
 @pytest.mark.parametrize(
@@ -248,9 +249,9 @@ def test_head_dim_of_the_moe_family_is_derived() -> None:
     ],
 )
 def test_rope_kinds(scaling: dict[str, Any], rope: RopeSpec) -> None:
-    assert parse_spec({**HUB, "rope_scaling": scaling}).layers[0].attention.rope == rope
+    assert gqa_of(parse_spec({**HUB, "rope_scaling": scaling}).layers[0]).rope == rope
     nested = {**without(HUB, "rope_theta"), "rope_parameters": {**scaling, "rope_theta": 1e6}}
-    assert parse_spec(nested).layers[0].attention.rope == rope
+    assert gqa_of(parse_spec(nested).layers[0]).rope == rope
 
 
 @pytest.mark.parametrize(
@@ -376,5 +377,5 @@ def test_junk_gives_a_spec_or_a_refusal(base: dict[str, Any], change: dict[str, 
     except ConfigError as error:
         assert str(error)
         return
-    assert spec.layers and all(layer.attention.heads % layer.attention.kv_heads == 0 for layer in spec.layers)
+    assert spec.layers and all(gqa_of(layer).heads % gqa_of(layer).kv_heads == 0 for layer in spec.layers)
     assert spec.moe is None or 1 <= spec.moe.experts_per_token <= spec.moe.experts

@@ -1,0 +1,63 @@
+"""Layer kind: gated DeltaNet, whose sequences have a state of fixed size in place of keys and values."""
+
+import torch
+from torch.nn import functional
+
+from copyengine.model_spec import GatedDeltaSpec
+from kernels.causal_conv import causal_conv, causal_conv_step
+from kernels.gated_delta import Gates, Tokens, gated_delta, gated_delta_step
+from kernels.norm import gated_rms_norm
+from worker.model.batch import Batch, StateRows
+from worker.model.stack import Weights
+from worker.state import StateLayer
+
+
+class GatedDelta:
+    """[T, H] -> [T, H]; takes the step's tokens into the states of its sequences."""
+
+    def __init__(self, spec: GatedDeltaSpec, weights: Weights, prefix: str, state: StateLayer, eps: float) -> None:
+        self._spec = spec
+        self._state = state
+        self._eps = eps
+        self._in = _input_rows(spec, weights, prefix)
+        self._conv = weights.pop(f"{prefix}.conv").squeeze(1)
+        self._gates = Gates(weights.pop(f"{prefix}.a_log"), weights.pop(f"{prefix}.dt_bias"))
+        self._norm = weights.pop(f"{prefix}.gated_norm")
+        self._out = weights.pop(f"{prefix}.o")
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        spec, states = self._spec, batch.states
+        rows = functional.linear(x, self._in)
+        value = spec.v_heads * spec.v_dim
+        mixed, z, b, a = torch.split(rows, [spec.conv_channels, value, spec.v_heads, spec.v_heads], dim=1)
+        if isinstance(states, StateRows):
+            mixed = causal_conv_step(mixed, self._conv, self._state.conv, states.sources, states.targets)
+            tokens = self._tokens(mixed, a, b)
+            out = gated_delta_step(tokens, self._gates, self._state.recurrent, states.sources, states.targets)
+        else:
+            assert states is not None
+            mixed = causal_conv(mixed, self._conv, self._state.conv, states)
+            out = gated_delta(self._tokens(mixed, a, b), self._gates, self._state.recurrent, states)
+        out = gated_rms_norm(out, z.view(z.shape[0], spec.v_heads, spec.v_dim), self._norm, self._eps)
+        return functional.linear(out.flatten(1), self._out)
+
+    def _tokens(self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Tokens:
+        """Of the convolution's rows [T, C]."""
+        spec = self._spec
+        keys = spec.k_heads * spec.k_dim
+        q, k, v = torch.split(mixed, [keys, keys, spec.v_heads * spec.v_dim], dim=1)
+        q, k = (part.view(part.shape[0], spec.k_heads, spec.k_dim) for part in (q, k))
+        return Tokens(q, k, v.view(v.shape[0], spec.v_heads, spec.v_dim), a, b)
+
+
+def _input_rows(spec: GatedDeltaSpec, weights: Weights, prefix: str) -> torch.Tensor:
+    """One projection to q, k and v of all heads, then z, b and a: [C + Hv * Dv + 2 Hv, H]."""
+    if not spec.grouped:
+        return torch.cat([weights.pop(f"{prefix}.{name}") for name in ("qkv", "z", "b", "a")])
+    hidden = weights[f"{prefix}.qkvz"].shape[1]
+    shared = spec.v_heads // spec.k_heads  # value heads of a key head
+    value = shared * spec.v_dim
+    qkvz = weights.pop(f"{prefix}.qkvz").reshape(spec.k_heads, -1, hidden)
+    ba = weights.pop(f"{prefix}.ba").reshape(spec.k_heads, -1, hidden)
+    parts = [*torch.split(qkvz, [spec.k_dim, spec.k_dim, value, value], dim=1), *torch.split(ba, shared, dim=1)]
+    return torch.cat([part.flatten(0, 1) for part in parts])
