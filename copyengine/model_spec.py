@@ -109,7 +109,8 @@ class DenseSpec(Struct, frozen=True, tag="dense"):
 
 
 class MoeSpec(Struct, frozen=True, tag="moe"):
-    """A routed mixture: softmax over E, top-K, renormalised over the K if `norm_topk_prob`.
+    """A routed mixture: softmax over E, top-K, renormalised over the K if `norm_topk_prob`; or with `softmax_chosen`
+    the K largest logits and a softmax over these alone.
 
     Beside it every token may go through a shared expert, a gated SiLU MLP that is kept with the dense weights; what it
     gives is scaled by the sigmoid of a gate.
@@ -120,6 +121,8 @@ class MoeSpec(Struct, frozen=True, tag="moe"):
     intermediate: int  # I
     norm_topk_prob: bool
     shared_intermediate: int = 0  # of the shared expert; 0: there is none
+    router_bias: bool = False
+    softmax_chosen: bool = False
 
 
 class LayerSpec(Struct, frozen=True):

@@ -14,7 +14,7 @@ from copyengine.checkpoint.checks import DTYPES, Checks, Linear
 from copyengine.checkpoint.directory import locate, read_config
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.keys import Keys
-from copyengine.checkpoint.names import ExpertName, dense_names, dialect_of, expert_names, names_linears
+from copyengine.checkpoint.names import ExpertName, dense_names, dialect_of, expert_names, spells
 from copyengine.checkpoint.schemes import INPUT_SCALES
 from copyengine.families import FAMILIES, parse_spec
 from copyengine.families.decoder import checkpoint_dtype
@@ -67,7 +67,8 @@ def open_model(directory: str | Path, hf_overrides: str = "{}", load_format: Loa
     scheme, quantised = expert_scheme(config, spec, family), quantisation(config)
     record_layout(spec, "bfloat16")  # refuses sizes that the format cannot have
     dialect = dialect_of(spec, family.spellings, refs, scheme)
-    if scheme and not names_linears(dialect):
+    if not spells(dialect, scheme):
+        assert scheme is not None
         raise ConfigError(f"{directory}: {scheme.name} experts of {spec.architecture} are not supported")
     checks = Checks(directory, spec, refs, scheme, quantised.schemes if quantised else ())
     found = {entry.name: checks.dense(entry) for entry in dense_names(spec, dialect)}

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from copyengine.checkpoint.rearrange import AS_IT_IS, Order
 from copyengine.checkpoint.schemes import Kind, Scheme, beside
 from copyengine.checkpoint.spellings import PREFIXES, respelt
 from copyengine.checkpoint.tensors import Shape, dense_tensors
@@ -17,13 +18,15 @@ class ExpertTensor(Struct, frozen=True):
 
     In `source`, {i} is the layer and {e} the expert. Without {e} it is one tensor of all experts of a layer, with a
     leading dimension E. Where experts are quantised, a Scheme derives the names of a linear's tensors from its `source`
-    and their fields from `field`.
+    and their fields from `field`, unless the Dialect is of a scheme itself.
     """
 
     source: str
-    field: str  # of kernels.formats: "gate_up" or "down"
+    field: str  # of kernels.formats
     part: int = 0
     parts: int = 1
+    kind: Kind = "weight"
+    order: Order = AS_IT_IS
 
 
 class Dialect(Struct, frozen=True):
@@ -31,6 +34,7 @@ class Dialect(Struct, frozen=True):
 
     dense: Mapping[str, str]  # canonical name -> name in the files; {i} is the layer in both
     experts: tuple[ExpertTensor, ...]
+    scheme: Scheme | None = None  # that the experts' tensors are of, if the table itself names those of that scheme
 
 
 def under_all_prefixes(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
@@ -45,7 +49,7 @@ def _under_prefix(dialect: Dialect, at: int) -> Dialect:
         return known[at] if len(known) == len(PREFIXES) else source
 
     rows = tuple(replace(row, source=name(row.source)) for row in dialect.experts)
-    return Dialect({canonical: name(source) for canonical, source in dialect.dense.items()}, rows)
+    return Dialect({canonical: name(source) for canonical, source in dialect.dense.items()}, rows, dialect.scheme)
 
 
 class DenseName(Struct, frozen=True):
@@ -68,20 +72,28 @@ class ExpertName(Struct, frozen=True):
     source: str
     shape: Shape
     kind: Kind = "weight"
+    order: Order = AS_IT_IS
 
 
 def dialect_of(
     spec: ModelSpec, dialects: Sequence[Dialect], sources: Container[str], scheme: Scheme | None = None
 ) -> Dialect:
     """The first dialect that spells the embedding and the first expert like the tensors `sources`; the first of all if
-    none does, for the message's sake. Of quantised experts, only dialects count that name each linear."""
+    none does, for the message's sake. Only dialects count that spell experts of the scheme."""
 
     def fits(dialect: Dialect) -> bool:
         expert = next(expert_names(spec, dialect, scheme), None)
         return dialect.dense["embed"] in sources and (expert is None or expert.source in sources)
 
-    known = [dialect for dialect in dialects if scheme is None or names_linears(dialect)]
+    known = [dialect for dialect in dialects if spells(dialect, scheme)]
     return next(filter(fits, known), (known or dialects)[0])
+
+
+def spells(dialect: Dialect, scheme: Scheme | None) -> bool:
+    """Whether `dialect` has names for experts that are quantised by `scheme`, or not at all if that is None."""
+    if dialect.scheme or scheme is None or not scheme.tensors:
+        return dialect.scheme == scheme
+    return names_linears(dialect)
 
 
 def names_linears(dialect: Dialect) -> bool:
@@ -98,6 +110,7 @@ def dense_names(spec: ModelSpec, dialect: Dialect) -> Iterator[DenseName]:
 def expert_names(spec: ModelSpec, dialect: Dialect, scheme: Scheme | None = None) -> Iterator[ExpertName]:
     """Every expert tensor of `spec`, bank by bank; those of experts quantised by `scheme`, of a dialect that names
     their linears, linear by linear."""
+    scheme = scheme or dialect.scheme
     for bank, i in enumerate(spec.moe_layers):
         moe = spec.layers[i].ffn
         assert isinstance(moe, MoeSpec)
@@ -106,17 +119,17 @@ def expert_names(spec: ModelSpec, dialect: Dialect, scheme: Scheme | None = None
         record = layout(stored, spec.hidden, moe.intermediate)
         for row, expert in _expert_rows(dialect.experts, moe.experts):
             source = row.source.format(i=i, e=expert)
-            for name, field, kind in _tensors(source, row.field, scheme):
-                shape = _part_shape(record.field(field).shape, row.parts)
+            for name, field, kind in _tensors(source, row, scheme):
+                shape = row.order.stored(_part_shape(record.field(field).shape, row.parts))
                 shape = shape if expert is not None else (moe.experts, *shape)
-                yield ExpertName(bank, expert, field, row.part, row.parts, name, shape, kind)
+                yield ExpertName(bank, expert, field, row.part, row.parts, name, shape, kind, row.order)
 
 
-def _tensors(source: str, field: str, scheme: Scheme | None) -> list[tuple[str, str, Kind]]:
+def _tensors(source: str, row: ExpertTensor, scheme: Scheme | None) -> list[tuple[str, str, Kind]]:
     """(name in the files, field, kind) of each tensor of the linear that is called `source` if it is not quantised."""
-    if scheme is None:
-        return [(source, field, "weight")]
-    return [(beside(source, tensor.suffix), field + tensor.field, tensor.kind) for tensor in scheme.tensors]
+    if scheme is None or not scheme.tensors:
+        return [(source, row.field, row.kind)]
+    return [(beside(source, tensor.suffix), row.field + tensor.field, tensor.kind) for tensor in scheme.tensors]
 
 
 def _expert_rows(rows: Sequence[ExpertTensor], experts: int) -> Iterator[tuple[ExpertTensor, int | None]]:

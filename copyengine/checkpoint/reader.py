@@ -16,6 +16,7 @@ from copyengine.checkpoint.dequantise import dequantised
 from copyengine.checkpoint.finish import finish
 from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.parallel import run_all
+from copyengine.checkpoint.rearrange import AS_IT_IS, Order
 from copyengine.checkpoint.schemes import Kind, beside
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
@@ -51,6 +52,8 @@ class _Piece(Struct, frozen=True):
     stop: int
     source: str
     kind: Kind
+    order: Order
+    rows: int  # of the field's part
 
 
 def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
@@ -74,8 +77,8 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
 def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
     """Fill `banks[l]` ([E, record_nbytes] uint8) with the experts as `layout` places them; returns the bytes read.
 
-    Straight from the file where its element type is the field's. ConfigError as for `read_dense`, and for a scale or a
-    global that makes no number of a code.
+    Straight from the file where element type and order are the field's. ConfigError as for `read_dense`, and for a
+    scale or a global that makes no number of a code.
     """
     batches = _batches(_pieces(model, layout))
     work = [partial(_read_batch, batch, banks, on_bytes) for batch in batches]
@@ -112,10 +115,12 @@ def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:
         experts = range(entry.shape[0]) if entry.expert is None else (entry.expert,)
         nbytes = ref.nbytes // len(experts)
         for i, expert in enumerate(experts):
-            place = (entry.bank, expert, start, stop)
             offset = ref.offset + i * nbytes
             dtypes = (FIELD_DTYPES[ref.dtype], field.dtype)
-            pieces.append(_Piece(ref.path, offset, nbytes, *dtypes, *place, entry.source, entry.kind))
+            rows = field.shape[0] // entry.parts if field.shape else 1
+            place = (entry.bank, expert, start, stop)
+            what = (entry.source, entry.kind)
+            pieces.append(_Piece(ref.path, offset, nbytes, *dtypes, *place, *what, order=entry.order, rows=rows))
     return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
 
 
@@ -138,12 +143,15 @@ def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_
     with Files() as files:
         for piece in batch:
             record = banks[piece.bank][piece.expert, piece.start : piece.stop]
-            if piece.dtype == piece.field_dtype:
+            if piece.dtype == piece.field_dtype and piece.order == AS_IT_IS:
                 files.read_into(piece.path, piece.offset, record.data)
             else:
-                source = np.empty(piece.nbytes // NUMPY_DTYPE[piece.dtype].itemsize, NUMPY_DTYPE[piece.dtype])
+                dtype = NUMPY_DTYPE.get(piece.dtype, np.dtype(np.uint8))
+                source = np.empty(piece.nbytes // dtype.itemsize, dtype)
                 files.read_into(piece.path, piece.offset, as_bytes(source))
-                record[:] = _convert(source, piece.field_dtype, piece.path, piece.source).view(np.uint8)
+                if piece.dtype != piece.field_dtype:
+                    source = _convert(source, piece.field_dtype, piece.path, piece.source)
+                piece.order.fill(record, source, piece.rows)
             finish(piece.kind, record, piece.path, piece.source)
             on_bytes(piece.nbytes)
             total += piece.nbytes

@@ -92,6 +92,9 @@ COMPRESSED_MXFP4 = Scheme(
     "",
 )
 
+FUSED_MXFP4 = Scheme("gpt-oss' MXFP4", "mxfp4", (), "")
+"""Of tensors of all experts of a layer, whose names only a dialect of the family tells."""
+
 COMPRESSED_FP8 = _e4m3("compressed-tensors' FP8 per tensor", "fp8_tensor", "weight_scale", "factor")
 
 ALL_COLUMNS = 1 << 20

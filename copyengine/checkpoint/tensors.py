@@ -25,8 +25,10 @@ def _layer_tensors(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, Shape]]
     yield from _attention_tensors(layer.attention, hidden)
     yield "ffn_norm", (hidden,)
     match layer.ffn:
-        case MoeSpec(experts=experts, shared_intermediate=shared):
+        case MoeSpec(experts=experts, shared_intermediate=shared) as moe:
             yield "router", (experts, hidden)
+            if moe.router_bias:
+                yield "router_bias", (experts,)
             if shared:
                 yield from _mlp_tensors("shared", shared, hidden)
                 yield "shared_gate", (1, hidden)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from copyengine.checkpoint.keys import Keys, show
 from copyengine.families.expert_scheme import expert_scheme
 from copyengine.families.family import Family
+from copyengine.families.gpt_oss import GPT_OSS
 from copyengine.families.mixtral import MIXTRAL
 from copyengine.families.olmoe import OLMOE
 from copyengine.families.qwen2_moe import QWEN2_MOE
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3NextForCausalLM": QWEN3_NEXT,
         "Qwen3_5MoeForCausalLM": QWEN3_5_MOE_TEXT,
         "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+        "GptOssForCausalLM": GPT_OSS,
     }
 )
 """By architecture, as config.json names it."""

@@ -7,7 +7,15 @@ from msgspec import Struct
 from copyengine.checkpoint.directory import HF_QUANT_CONFIG
 from copyengine.checkpoint.keys import Keys, integer, integers, nested, show, wrong
 from copyengine.checkpoint.module_patterns import Patterns, patterns
-from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, FP8, MODELOPT, MODELOPT_FP8, Scheme, fp8_block
+from copyengine.checkpoint.schemes import (
+    COMPRESSED_TENSORS,
+    FP8,
+    FUSED_MXFP4,
+    MODELOPT,
+    MODELOPT_FP8,
+    Scheme,
+    fp8_block,
+)
 from copyengine.families.packed_groups import GroupsError, Packed, packed_groups
 from copyengine.wire.errors import ConfigError
 from kernels.formats import NVFP4_BLOCK
@@ -55,7 +63,8 @@ def quantisation(config: Keys) -> Quantisation | None:
     """What quantization_config says; None if there is none.
 
     Known are ModelOpt's NVFP4, FP8 and MIXED_PRECISION of them, with the keys in quantization_config itself or in
-    `quantization` inside it; compressed-tensors' NVFP4, MXFP4 and FP8; and "fp8" in blocks or per tensor. ConfigError
+    `quantization` inside it; compressed-tensors' NVFP4, MXFP4 and FP8; "fp8" in blocks or per tensor; and gpt-oss'
+    "mxfp4". ConfigError
     names any other quantisation, and contradictions between config.json and ModelOpt's own hf_quant_config.json.
     """
     stated = config.get("quantization_config")
@@ -106,6 +115,10 @@ def _fp8(stated: Keys) -> Quantisation:
         raise wrong("weight_block_size", block, "must be two numbers of at least 1, rows and columns")
     scheme = fp8_block(*block) if block else FP8
     return Quantisation((Rule(EVERYTHING, scheme),), _ignored(stated))
+
+
+def _fused_mxfp4(stated: Keys) -> Quantisation:
+    return Quantisation((Rule(EXPERTS, FUSED_MXFP4),), _ignored(stated))
 
 
 def _modelopt(stated: Keys) -> Quantisation:
@@ -182,4 +195,5 @@ _METHODS: Mapping[str, Callable[[Keys], Quantisation]] = {
     **dict.fromkeys(MODELOPT_METHODS, _modelopt),
     "compressed-tensors": _packed,
     "fp8": _fp8,
+    "mxfp4": _fused_mxfp4,
 }

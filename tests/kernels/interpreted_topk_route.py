@@ -1,4 +1,4 @@
-"""A script: topk_route's Triton kernel in the interpreter, in float32, against the plain-torch reference."""
+"""A script: the Triton kernels of topk_route in the interpreter, in float32, against the plain-torch reference."""
 
 import os
 import warnings
@@ -33,11 +33,15 @@ for tokens, num_experts, k in CASES:
             expected_weights, expected_experts = ref.topk_route(logits, k, renormalise)
             assert torch.equal(experts, expected_experts), (num_experts, k)
             torch.testing.assert_close(weights, expected_weights, atol=1e-7, rtol=2e-6)
+        weights, experts = tri.topk_softmax(logits, k)
+        expected_weights, expected_experts = ref.topk_softmax(logits, k)
+        assert torch.equal(experts, expected_experts), (num_experts, k)
+        torch.testing.assert_close(weights, expected_weights, atol=1e-7, rtol=2e-6)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # numpy's, of NaN
     for bad in (float("nan"), float("inf"), float("-inf")):
         for logits in (torch.full((1, 40), bad), torch.cat((torch.full((1, 3), bad), torch.zeros(1, 37)), dim=1)):
-            _, experts = tri.topk_route(logits, 8, True)
-            assert len(set(experts[0].tolist())) == 8 and experts.min() >= 0 and experts.max() < 40
+            for _, experts in (tri.topk_route(logits, 8, True), tri.topk_softmax(logits, 8)):
+                assert len(set(experts[0].tolist())) == 8 and experts.min() >= 0 and experts.max() < 40
 print("ok")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.topk_route import topk_route
+from kernels.topk_route import topk_route, topk_softmax
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,19 @@ def test_equal_logits_go_to_the_lower_expert(values: list[int], data: st.DataObj
     logits = torch.tensor([values], dtype=torch.bfloat16)
     _, experts = topk_route(logits, k, False)
     np.testing.assert_array_equal(experts.numpy(), brute_force(logits.float().numpy(), k, False)[1])
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (8, 4), (128, 4), (129, 129)])
+def test_a_softmax_over_the_chosen_alone(num_experts: int, k: int) -> None:
+    """Against float64, with logits so far apart that the others' probabilities are 0 in float32, and with ties."""
+    for spread in (3.0, 300.0):
+        logits = (torch.randn(33, num_experts, generator=torch.Generator().manual_seed(k)) * spread).round(decimals=1)
+        logits[0] = torch.tensor([-0.0, 0.0]).repeat(num_experts)[:num_experts]
+        weights, experts = topk_softmax(logits, k)
+        chosen = [sorted(range(num_experts), key=lambda e: (-row[e], e))[:k] for row in logits.tolist()]
+        assert experts.dtype == torch.int32 and experts.tolist() == chosen
+        expected = torch.softmax(logits.double().gather(1, torch.tensor(chosen)), dim=1)
+        torch.testing.assert_close(weights.double(), expected, atol=1e-9, rtol=2e-6)
 
 
 def test_a_type_narrower_than_float32_is_widened_first() -> None:
@@ -91,6 +104,8 @@ def test_the_triton_kernel_compiles_for_hopper(num_experts: int, k: int) -> None
     for dtype in ("*bf16", "*fp32"):
         arguments = tri.launch_arguments(num_experts, k, True)
         expect_fits(tri._topk_route, types | {"logits_ptr": dtype}, arguments)
+        del arguments["RENORMALISE"]
+        expect_fits(tri._topk_softmax, types | {"logits_ptr": dtype}, arguments)
 
 
 @pytest.mark.gpu
@@ -127,6 +142,20 @@ def test_the_device_s_routes_are_those_of_float64(num_experts: int, k: int, dtyp
         torch.testing.assert_close(named, best, atol=1e-9, rtol=1e-5)
         expected = named / named.sum(1, keepdim=True) if renormalise else named
         torch.testing.assert_close(weights.double(), expected, atol=1e-9, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (32, 4), (128, 4), (129, 32), (4096, 32)])
+def test_the_device_s_softmax_over_the_chosen_is_the_reference_s(num_experts: int, k: int, dtype: torch.dtype) -> None:
+    """Against the reference on the CPU: the same experts, and weights within rounding."""
+    for tokens in (0, 1, 129):
+        logits = (torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(k)) * 4).to(dtype)
+        for values in (logits, logits.round()):
+            weights, experts = topk_softmax(values.cuda(), k)
+            expected = topk_softmax(values, k)
+            assert torch.equal(experts.cpu(), expected[1])
+            torch.testing.assert_close(weights.cpu(), expected[0], atol=1e-7, rtol=2e-6)
 
 
 @pytest.mark.gpu

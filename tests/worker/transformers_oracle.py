@@ -56,6 +56,9 @@ FAMILIES: dict[str, str] = {
     "qwen2_moe_windows": "Qwen2Moe",
     "mixtral": "Mixtral",
     "mixtral_windows": "Mixtral",
+    "gpt_oss": "GptOss",
+    "gpt_oss_otherwise": "GptOss",
+    "gpt_oss_mxfp4": "GptOss",
     "olmoe": "Olmoe",
     "olmoe_clipped": "Olmoe",
     "qwen3_next": "Qwen3Next",
@@ -74,6 +77,17 @@ CASES |= {
     | {"num_experts": 12, "num_experts_per_tok": 4, "use_sliding_window": True, "sliding_window": 16},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "mixtral_windows": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 9},
+    "gpt_oss_mxfp4": {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 9},
+    "gpt_oss_otherwise": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 33,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "attention_bias": False,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    },
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False},
     "olmoe_clipped": {"num_experts": 16, "num_experts_per_tok": 4, "clip_qkv": 0.8, "attention_bias": True},
 }
@@ -179,7 +193,12 @@ def write_case(directory: Path, name: str, overrides: dict[str, Any]) -> None:
                 weight.uniform_(0.5, 1.5)
             if "bias" in key:  # initialised to zeros
                 weight.normal_(std=0.3)
+            if "sinks" in key:  # as large as scores are, so that one left out shows
+                weight.normal_(mean=1.0, std=1.0)
+    codes = draw_mxfp4(model) if "mxfp4" in name else {}
     model.eval().save_pretrained(directory / name, max_shard_size="300KB" if "sharded" in name else "5GB")
+    if codes:
+        put_mxfp4(directory / name, codes)
     ids = torch.randint(0, settings["vocab_size"], (1, PROMPT_TOKENS))
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
@@ -197,6 +216,39 @@ def _model(name: str, settings: dict[str, Any]) -> Any:
         return getattr(transformers, f"{family}ForConditionalGeneration")(config)
     kind = f"{family}TextConfig" if name.endswith("_text") else f"{family}Config"
     return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, kind)(**settings))
+
+
+def draw_mxfp4(model: Any) -> dict[str, Any]:
+    """Gives gpt-oss' experts weights that MXFP4 has (OCP MX: E2M1 times powers of two), and returns their blocks [E, N,
+    K/32, 16] and scales [E, N, K/32] by their names on the hub."""
+    import torch
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    codes = {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = weight.shape
+            drawn = torch.randint(0, 16, (experts, rows, columns // 32, 32), dtype=torch.uint8)
+            scales = torch.randint(122, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+            matrix = values[drawn.long()] * torch.exp2(scales.float() - 127)[..., None]
+            weight.data = matrix.flatten(2).transpose(1, 2).contiguous()
+            codes[f"{name}_blocks"] = drawn[..., 0::2] | drawn[..., 1::2] << 4
+            codes[f"{name}_scales"] = scales
+    return codes
+
+
+def put_mxfp4(directory: Path, codes: dict[str, Any]) -> None:
+    """Writes `codes` into the saved checkpoint in place of the weights, as the hub's are."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    dense = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in codes}
+    save_file(dense | codes, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def rope_goldens() -> dict[str, Any]:

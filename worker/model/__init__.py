@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, Builder] = MappingProxyType(
         "Qwen3NextForCausalLM": build_pre_norm,
         "Qwen3_5MoeForCausalLM": build_pre_norm,
         "Qwen3_5MoeForConditionalGeneration": build_pre_norm,
+        "GptOssForCausalLM": build_pre_norm,
     }
 )
 """By architecture; the same ones as in `copyengine.families`."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from copyengine.model_spec import MoeSpec
-from kernels.topk_route import topk_route
+from kernels.topk_route import topk_route, topk_softmax
 from worker.model.batch import Batch
 from worker.model.mlp import DenseMlp
 from worker.model.stack import Weights
@@ -30,13 +30,17 @@ class MoeFfn:
     def __init__(self, spec: MoeSpec, weights: Weights, prefix: str, bank: int, experts: Experts) -> None:
         self._spec = spec
         self._router = weights.pop(f"{prefix}.router")
+        self._router_bias = weights.pop(f"{prefix}.router_bias") if spec.router_bias else None
         self._bank = bank
         self._experts = experts
         self._shared = SharedExpert(weights, prefix) if spec.shared_intermediate else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        logits = functional.linear(x, self._router)
-        weights, experts = topk_route(logits, self._spec.experts_per_token, self._spec.norm_topk_prob)
+        logits = functional.linear(x, self._router, self._router_bias)
+        if self._spec.softmax_chosen:
+            weights, experts = topk_softmax(logits, self._spec.experts_per_token)
+        else:
+            weights, experts = topk_route(logits, self._spec.experts_per_token, self._spec.norm_topk_prob)
         routed = self._experts(self._bank, x, weights, experts)
         return routed + self._shared(x, batch) if self._shared else routed
 

@@ -1,5 +1,5 @@
 """Families of pre-norm layers of attention and a dense or routed MLP on one residual of H: Qwen3, Qwen3-MoE, Qwen2-MoE,
-Mixtral, OLMoE, Qwen3-Next, Qwen3.5-MoE."""
+Mixtral, OLMoE, Qwen3-Next, Qwen3.5-MoE, gpt-oss."""
 
 from copyengine.model_spec import DenseSpec, GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from worker.kv import KvCache

@@ -98,7 +98,7 @@ def test_only_dialects_that_name_linears_are_of_quantised_files() -> None:
     assert dialect_of(SPEC, (FUSED,), set(), MODELOPT) is FUSED
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - {"GptOssForCausalLM"}))  # it fuses its experts
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: str(scheme.name))
 def test_every_family_has_a_dialect_for_quantised_experts(architecture: str, scheme: Scheme) -> None:
     """Against the number of linears: no two tensors share a name, none has a placeholder left."""
