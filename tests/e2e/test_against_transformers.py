@@ -33,6 +33,7 @@ async def ask(endpoint: str, prompt: list[int]) -> tuple[list[list[int]], StatsR
         ("e60_k2_tied", 0, ("--served-model-name", "witness", "--copy-engine", "thread")),
         ("e128_k8_sharded", 512, SMALL_CHUNKS),
         ("dense", 512, SMALL_CHUNKS),
+        ("qwen3_next", 512, ("--chunked-prefill-size", "16", "--max-running-requests", "3")),
     ],
 )
 def test_the_continuation_is_token_for_token_the_same(
@@ -45,6 +46,9 @@ def test_the_continuation_is_token_for_token_the_same(
         assert answers == [ids[PROMPT_TOKENS:]] * AT_ONCE
         assert engine.fact("model").startswith("witness " if "witness" in flags else case)
         assert engine.fact("workers").startswith("2 " if "--workers" in flags else "1 ")
+    assert stats.state_slots_total == (3 + 16 if case == "qwen3_next" else 0)
+    if case == "qwen3_next":  # the last one starts from a snapshot behind 32 tokens
+        assert stats.cached_tokens >= 32 and stats.state_snapshots > 0 and stats.state_nbytes > 0
     mode, other = (stats.demand, stats.streamed) if demand_tokens else (stats.streamed, stats.demand)
     if case == "dense":
         assert stats.demand.steps == 0 and stats.demand.lookups == stats.streamed.lookups == 0
