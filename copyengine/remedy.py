@@ -31,7 +31,8 @@ def remedy(spec: ModelSpec, dtype: str, wanted: Wanted, budget: Budget, shortage
     """The smallest change that makes the plan fit, in words.
 
     That is the one setting which has to be lowered by the smallest share of it; if no number alone is enough, a
-    placement; then fewer workers; then all numbers, by the same share; else what else could be done.
+    placement; then fewer workers; then all numbers, by the same share; then no demand prefill; else what else could be
+    done.
     """
     short = _forgiving(shortage)
     levers = _levers(spec, wanted, budget)
@@ -48,6 +49,8 @@ def remedy(spec: ModelSpec, dtype: str, wanted: Wanted, budget: Budget, shortage
     together = _all_lowered(levers, wanted, short)
     if together:
         return "use " + " and ".join(f"{lever.flag} {value} (now {lever.now})" for lever, value in together)
+    if not wanted.slots and short(replace(wanted, demand_prefill=False)) <= 0:
+        return "use --demand-tokens 0"  # a pool may then be smaller
     if dtype == "float32":
         return "what cannot be made smaller does not fit: use --dtype bfloat16"
     return "what cannot be made smaller does not fit: give a smaller --model"

@@ -48,16 +48,23 @@ def fixed(words: str, wanted: Wanted) -> tuple[Wanted, Wanted | None]:
     step=st.integers(1, 1 << 16),
     running=st.integers(1, 600),
     reserve=st.just(0) | st.integers(2 << 30, 8 << 30),
+    workers=st.integers(1, 4),
+    on_gpus=st.booleans(),
 )
 def test_the_change_is_enough_and_no_larger_than_needed(
-    free: int, slots: int, kv_pages: int, step: int, running: int, reserve: int
+    free: int, slots: int, kv_pages: int, step: int, running: int, reserve: int, workers: int, on_gpus: bool
 ) -> None:
-    wanted = Wanted(slots, 16 * kv_pages, True, step, 16, running, reserve)
-    plan = Plan(SPEC, "bfloat16", NVFP4_RECORD, 128 * GB, (FreeGpu("X", free),))
+    """On GPUs of which all but the first have more room and less, and on the host, where workers share what is free."""
+    wanted = Wanted(slots, 16 * kv_pages, True, step, 16, running, reserve, workers=workers)
+    if on_gpus:
+        gpus = tuple(FreeGpu(f"cuda:{i} X", free + i * (-1) ** i * GB) for i in range(workers))
+        plan = Plan(SPEC, "bfloat16", NVFP4_RECORD, 128 * GB, gpus)
+    else:
+        plan = Plan(SPEC, "bfloat16", NVFP4_RECORD, 2 * free)
     survey = plan.survey(wanted)
     words = plan.refusal(survey, wanted)
     assert bool(words) == (survey.short_nbytes > 0)
-    if not words or "cannot be made smaller" in words:
+    if not words or "cannot be made smaller" in words or "--demand-tokens 0" in words:
         return
     changed, less = fixed(words, wanted)
     assert plan.survey(changed).short_nbytes <= 0
@@ -85,6 +92,7 @@ def test_state_slots_beside_those_of_running_requests_can_be_fewer() -> None:
             "use --token-embedding-placement host",
         ),  # as small as it gets: the embedding is 1.3 GB
         (5 * GB, Wanted(kv_tokens=16, max_step_tokens=1), "give a smaller --model"),
+        (5_300_000_000, Wanted(kv_tokens=16, max_step_tokens=1, embedding_placement="host"), "use --demand-tokens 0"),
         (16 * GB, Wanted(slots=1000, kv_tokens=3_000_000), "use --kv-tokens"),
         (9 * GB, Wanted(slots=1024, max_running=1), "use --slots"),
     ],
