@@ -22,11 +22,14 @@ from worker.kv import KvCache
 from worker.model import build_model
 from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.rehearsal import rehearse
+from worker.state import StateSlots
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
 
 PAGE_TOKENS = 16
 LONGEST = 100
+STATE_SLOTS = 8
+"""Of a model that has recurrent state."""
 GREEDY = Sampling()
 
 
@@ -36,8 +39,11 @@ class Device:
     def __init__(self, rig: Rig, runner: StepRunner, kv: KvCache, graphs: DecodeGraphs | None) -> None:
         self.rig, self.runner, self.kv, self.graphs = rig, runner, kv, graphs
 
-    def prefill(self, sequence: int, tokens: list[int], pages: list[int], mode: Mode = "demand") -> int:
-        token: int = self.runner.run(RunStep(mode, [SequenceStep(sequence, tokens, 0, pages, GREEDY)])).tokens[0]
+    def prefill(
+        self, sequence: int, tokens: list[int], pages: list[int], mode: Mode = "demand", state: int = -1
+    ) -> int:
+        step = RunStep(mode, [SequenceStep(sequence, tokens, 0, pages, GREEDY, state)])
+        token: int = self.runner.run(step).tokens[0]
         return token
 
 
@@ -65,10 +71,11 @@ def device_model(
         allocate = allocate_host if in_host_memory else None
         kv = KvCache(spec, 64, PAGE_TOKENS, kind, where, zeros_in(allocate) if allocate else None)
         weights = load_dense(checkpoint, dtype, where, lambda _: None, allocate)
-        model = build_model(spec, weights, kv, rig.slots)
+        states = StateSlots(spec, STATE_SLOTS, where) if spec.state_nbytes else None
+        model = build_model(spec, weights, kv, rig.slots, states)
         by_graph = DecodeGraphs(model, where, 8) if graphs else None
         load_kernels(Rehearsal(spec, model, kv, rig.slots, 8, LONGEST, 8))
-        yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph), kv, by_graph)
+        yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph, states), kv, by_graph)
         torch.cuda.synchronize()
         for memory in mapped:
             memory.close()

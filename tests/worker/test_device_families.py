@@ -10,7 +10,7 @@ import torch
 
 from copyengine.checkpoint.model import open_model
 from tests.worker.device_model import GREEDY, PAGE_TOKENS, Device, device_model
-from tests.worker.model.test_pre_norm import relative_error
+from tests.worker.model.test_pre_norm import relative_error, state_of
 from tests.worker.transformers_oracle import CASES, NEW_TOKENS, PROMPT_TOKENS
 from worker.protocol import Mode, RunStep, SequenceStep
 from worker.step import FullResult
@@ -21,9 +21,9 @@ BOUND = 2e-4
 """Of the largest difference of a position's logits over its largest logit."""
 
 
-def full(device: Device, mode: Mode, tokens: list[int], start: int) -> FullResult:
+def full(device: Device, mode: Mode, tokens: list[int], start: int, state: int) -> FullResult:
     pages = list(range(3, 3 - (-(start + len(tokens)) // PAGE_TOKENS)))
-    return device.runner.run_full(RunStep(mode, [SequenceStep(0, tokens, start, pages, GREEDY)]))
+    return device.runner.run_full(RunStep(mode, [SequenceStep(0, tokens, start, pages, GREEDY, state)]))
 
 
 def slots_for(checkpoint: Path) -> int | None:
@@ -41,24 +41,24 @@ def test_a_family_on_a_gpu_is_that_of_transformers(case: str, goldens: Path) -> 
     if slots is None:
         pytest.skip("no experts")
     golden = np.load(goldens / f"{case}.npz")
-    ids = golden["ids"].tolist()
+    ids, state = golden["ids"].tolist(), state_of(case)
     with device_model(str(goldens / case), "float32", slots, graphs=True) as device:
-        whole = [full(device, mode, ids, 0) for mode in ("demand", "streamed")]
+        whole = [full(device, mode, ids, 0, state) for mode in ("demand", "streamed")]
         assert relative_error(whole[0].logits.cpu(), golden["logits"]) <= BOUND
         assert torch.equal(whole[0].logits, whole[1].logits)
         cuts = [0, 1, 8, 21, PROMPT_TOKENS]
-        rows = [full(device, "demand", ids[a:b], a).logits.cpu() for a, b in pairwise(cuts)]
-        rows += [full(device, "decode", ids[a : a + 1], a).logits.cpu() for a in range(PROMPT_TOKENS, len(ids))]
+        rows = [full(device, "demand", ids[a:b], a, state).logits.cpu() for a, b in pairwise(cuts)]
+        rows += [full(device, "decode", ids[a : a + 1], a, state).logits.cpu() for a in range(PROMPT_TOKENS, len(ids))]
         assert relative_error(torch.cat(rows), golden["logits"]) <= BOUND
-        assert greedy(device, ids[:PROMPT_TOKENS]) == ids[PROMPT_TOKENS:]
+        assert greedy(device, ids[:PROMPT_TOKENS], state) == ids[PROMPT_TOKENS:]
         assert device.graphs is not None and device.graphs.sizes == [1]
 
 
-def greedy(device: Device, prompt: list[int]) -> list[int]:
-    answer = [device.prefill(1, prompt, list(range(20, 23)), "demand")]
+def greedy(device: Device, prompt: list[int], state: int) -> list[int]:
+    answer = [device.prefill(1, prompt, list(range(20, 23)), "demand", state)]
     while len(answer) < NEW_TOKENS:
         start = len(prompt) + len(answer) - 1
         pages = list(range(20, 21 + start // PAGE_TOKENS))
-        step = RunStep("decode", [SequenceStep(1, answer[-1:], start, pages, GREEDY)])
+        step = RunStep("decode", [SequenceStep(1, answer[-1:], start, pages, GREEDY, state)])
         answer += device.runner.run(step).tokens
     return answer
