@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from copyengine.checkpoint.tensors import dense_tensors
+from copyengine.checkpoint.tensors import dense_tensors, dtype_of
 from copyengine.model_spec import ModelSpec
 from copyengine.protocol import MAX_QUERY
 from copyengine.wire.errors import ConfigError
@@ -129,7 +129,7 @@ def least_slots(spec: ModelSpec, demand_prefill: bool) -> int:
 
 def dense_memory_nbytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes that all weights but the experts take in memory, as `dtype`."""
-    return sum(math.prod(shape) for _, _, shape in dense_tensors(spec)) * ITEMSIZE[dtype]
+    return sum(math.prod(shape) * ITEMSIZE[dtype_of(name, dtype)] for name, _, shape in dense_tensors(spec))
 
 
 def embedding_nbytes(spec: ModelSpec, dtype: str) -> int:

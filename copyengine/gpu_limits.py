@@ -4,7 +4,9 @@ Each number is a kernel package's own, which this module may not import; tests/c
 together.
 """
 
-from copyengine.model_spec import GatedDeltaSpec, GqaSpec, ModelSpec
+from collections.abc import Iterator
+
+from copyengine.model_spec import GatedDeltaSpec, GqaSpec, MlaSpec, ModelSpec
 from copyengine.wire.errors import ConfigError
 
 MAX_SLOTS = 32_768
@@ -26,6 +28,10 @@ MAX_HEAD_DIM = 256
 MAX_HEADS_PER_KV_HEAD = 32
 """Of kernels.attention."""
 
+MAX_LATENT_RANK = 512
+MAX_LATENT_ROPE = 64
+"""R and P, of kernels.latent_attention."""
+
 
 def check_model(spec: ModelSpec) -> None:
     """ConfigError, naming both numbers, if `spec` has something of which the kernels take less."""
@@ -33,19 +39,27 @@ def check_model(spec: ModelSpec) -> None:
         "vocabulary": (spec.vocab_size, MAX_VOCAB),
         "hidden size": (spec.hidden, MAX_HIDDEN),
     }
-    attentions = [layer.attention for layer in spec.layers if isinstance(layer.attention, GqaSpec)]
-    if attentions:
-        sizes["head_dim"] = max(a.head_dim for a in attentions), MAX_HEAD_DIM
-        sizes["heads per kv head"] = max(a.heads // a.kv_heads for a in attentions), MAX_HEADS_PER_KV_HEAD
-    deltas = [layer.attention for layer in spec.layers if isinstance(layer.attention, GatedDeltaSpec)]
-    if deltas:
-        raise ConfigError("--model: its layers of gated DeltaNet do not run on a GPU yet; use --device cpu")
+    for attention in {layer.attention for layer in spec.layers}:
+        sizes |= {what: (max(size, sizes.get(what, (0, 0))[0]), most) for what, size, most in _attention(attention)}
     if spec.moe:
         sizes["experts of a layer"] = spec.moe.experts, MAX_EXPERTS
         sizes["experts per token"] = spec.moe.experts_per_token, MAX_EXPERTS_PER_TOKEN
     for what, (size, most) in sizes.items():
         if size > most:
             raise ConfigError(f"--model: its {what}: {size:,}, and a GPU takes {most:,} at most; use --device cpu")
+
+
+def _attention(spec: GqaSpec | GatedDeltaSpec | MlaSpec) -> Iterator[tuple[str, int, int]]:
+    """What it has, how much of it, and how much of it the kernels take."""
+    match spec:
+        case GqaSpec():
+            yield "head_dim", spec.head_dim, MAX_HEAD_DIM
+            yield "heads per kv head", spec.heads // spec.kv_heads, MAX_HEADS_PER_KV_HEAD
+        case GatedDeltaSpec():
+            raise ConfigError("--model: its layers of gated DeltaNet do not run on a GPU yet; use --device cpu")
+        case MlaSpec():
+            yield "kv_lora_rank", spec.rank, MAX_LATENT_RANK
+            yield "qk_rope_head_dim", spec.rope_dim, MAX_LATENT_ROPE
 
 
 def check_slots(slots: int, experts: int) -> None:

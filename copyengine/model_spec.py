@@ -102,18 +102,48 @@ class GatedDeltaSpec(Struct, frozen=True, tag="gated_delta"):
         return 4 * sum(math.prod(shape) for shape in self.state_shapes)
 
 
+class MlaSpec(Struct, frozen=True, tag="mla"):
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): keys and values of all heads are made of one
+    normalised latent per token, and beside it of one rotated key part; only those two are kept."""
+
+    heads: int
+    rank: int  # of the latent: kv_lora_rank
+    nope_dim: int  # of a head's q and k without position: qk_nope_head_dim
+    rope_dim: int  # of a head's q and of the one k that are rotated: qk_rope_head_dim
+    value_dim: int  # of a head's v: v_head_dim
+    scale: float  # of the scores before the softmax, with YaRN's part in it
+    rope: RopeSpec
+    q_rank: int = 0  # q_lora_rank: q is made of a normalised latent of its own; 0: straight from x
+    bias: bool = False  # of the projections of both latents and of the output
+    interleaved: bool = True  # rotated pairs are neighbours in the projections' rows, not halves
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """What each token leaves in the KV pages, once for all heads: the latent and the rotated key part."""
+        return ((1, self.rank), (1, self.rope_dim))
+
+
 class DenseSpec(Struct, frozen=True, tag="dense"):
     """A gated SiLU MLP of intermediate size `intermediate`."""
 
     intermediate: int
 
 
+class GroupedRouting(Struct, frozen=True):
+    """Routing by sigmoids, in float32: the K experts of the largest score + bias, out of the `groups_per_token` groups
+    whose two largest such sums add up to most; weighted by the score alone (DeepSeek-V3, 2412.19437, section 2.1.2)."""
+
+    groups: int = 1  # of neighbouring experts, equally many in each
+    groups_per_token: int = 1
+    scale: float = 1.0  # of the weights, after they are renormalised
+
+
 class MoeSpec(Struct, frozen=True, tag="moe"):
     """A routed mixture: softmax over E, top-K, renormalised over the K if `norm_topk_prob`; or with `softmax_chosen`
-    the K largest logits and a softmax over these alone.
+    the K largest logits and a softmax over these alone; or as `grouped` says.
 
     Beside it every token may go through a shared expert, a gated SiLU MLP that is kept with the dense weights; what it
-    gives is scaled by the sigmoid of a gate.
+    gives may be scaled by the sigmoid of a gate.
     """
 
     experts: int  # E
@@ -123,12 +153,14 @@ class MoeSpec(Struct, frozen=True, tag="moe"):
     shared_intermediate: int = 0  # of the shared expert; 0: there is none
     router_bias: bool = False
     softmax_chosen: bool = False
+    shared_gate: bool = True
+    grouped: GroupedRouting | None = None
 
 
 class LayerSpec(Struct, frozen=True):
     """One decoder layer. Exactly the layers whose ffn is a MoeSpec have a bank; their order numbers the banks."""
 
-    attention: GqaSpec | GatedDeltaSpec
+    attention: GqaSpec | GatedDeltaSpec | MlaSpec
     ffn: DenseSpec | MoeSpec
 
 

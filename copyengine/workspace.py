@@ -1,10 +1,12 @@
 """How much memory the largest step takes for a while, estimated: pure, no I/O. Other sizes are copyengine.budget's."""
 
-from copyengine.model_spec import GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import GatedDeltaSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 from kernels.formats import ITEMSIZE
 
 ATTENTION_ROWS = 512
 """Rows of a sequence that attention takes at once on the host: QUERY_BLOCK of kernels/attention/ref.py."""
+LATENT_PAIRS = 512
+"""Pairs of row and head whose scores are held at once on the host: BLOCK_PAIRS of kernels/latent_attention/ref.py."""
 
 CHANGED_ROWS = 4
 CHANGED_NBYTES = 50
@@ -38,15 +40,26 @@ def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> 
     """Bytes that attention takes on the host for the context of one sequence of all positions that the pages can hold.
 
     Keys and values are gathered from their pages, then repeated for each head; the mask of ATTENTION_ROWS rows is held
-    as bool and as `dtype`. Scores [heads, T, context] are not held. Measured at T = 512, 16 heads and 4 KV heads of 64,
+    as bool and as `dtype`. Scores [heads, T, context] are not held, but of LATENT_PAIRS
+    rows over latents. Measured at T = 512, 16 heads and 4 KV heads of 64,
     16,384 positions: peak 185 MB of float32 and 101 of bfloat16, where this says 210 and 109 (torch 2.13, 2-core AMD
     EPYC, 2026-11).
     """
     context = min(spec.max_position, kv_tokens)
-    mask = min(tokens, ATTENTION_ROWS) * (1 + ITEMSIZE[dtype])
-    attentions = (layer.attention for layer in spec.layers)
-    heads = max((2 * (a.heads + a.kv_heads) * a.head_dim for a in attentions if isinstance(a, GqaSpec)), default=0)
-    return context * (heads * ITEMSIZE[dtype] + mask)
+    return context * max(_context_nbytes(layer.attention, tokens, ITEMSIZE[dtype]) for layer in spec.layers)
+
+
+def _context_nbytes(spec: GqaSpec | GatedDeltaSpec | MlaSpec, tokens: int, itemsize: int) -> int:
+    """Of each position of a context."""
+    match spec:
+        case GqaSpec(heads=heads, kv_heads=kv_heads, head_dim=head_dim):
+            return 2 * (heads + kv_heads) * head_dim * itemsize + min(tokens, ATTENTION_ROWS) * (1 + itemsize)
+        case GatedDeltaSpec():
+            return 0
+        case MlaSpec(rank=rank, rope_dim=rope_dim, heads=heads):
+            # Latents, gathered and as float32, and keys of them; scores as float32, masked and as weights.
+            pairs = min(tokens * heads, max(LATENT_PAIRS, heads))
+            return rank * (itemsize + 4) + (rank + rope_dim) * 4 + rope_dim * (itemsize + 4) + pairs * 8
 
 
 def gpu_step_nbytes(spec: ModelSpec, dtype: str, tokens: int, max_running: int) -> int:
@@ -82,9 +95,11 @@ def _host_row(layer: LayerSpec, hidden: int) -> int:
             attention = ((3 if a.output_gate else 2) * a.heads + 2 * a.kv_heads) * a.head_dim
         case GatedDeltaSpec() as delta:
             attention = _delta_row(delta) + 3 * delta.conv_channels  # padded, summed, and q, k and v by value head
+        case MlaSpec() as mla:
+            attention = _latent_row(mla)
     match layer.ffn:
         case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate, shared_intermediate=shared):
-            ffn = experts + k * (2 * hidden + 3 * intermediate) + 3 * shared
+            ffn = (hidden if layer.ffn.grouped else 0) + experts + k * (2 * hidden + 3 * intermediate) + 3 * shared
         case dense:
             ffn = 3 * dense.intermediate
     return 4 * hidden + max(attention, ffn)
@@ -106,9 +121,13 @@ def _gpu_row_nbytes(layer: LayerSpec, hidden: int, itemsize: int) -> int:
             angles = 8 * a.head_dim
         case GatedDeltaSpec() as delta:
             attention = itemsize * (3 * hidden + _delta_row(delta))
+        case MlaSpec() as mla:
+            attention = itemsize * (3 * hidden + _latent_row(mla))
+            angles = 8 * mla.rope_dim
     match layer.ffn:
         case MoeSpec(experts=experts, experts_per_token=k, intermediate=intermediate, shared_intermediate=shared):
-            routed = itemsize * (4 * hidden + experts + k * (hidden + intermediate)) + 12 * k
+            grouped = 4 * (hidden + experts) if layer.ffn.grouped else 0  # the router's in float32
+            routed = itemsize * (4 * hidden + experts + k * (hidden + intermediate)) + 12 * k + grouped
             ffn = max(routed, itemsize * (hidden + experts + _mlp_row(hidden, shared)) + 8 * k)
         case dense:
             ffn = itemsize * _mlp_row(hidden, dense.intermediate)
@@ -118,3 +137,10 @@ def _gpu_row_nbytes(layer: LayerSpec, hidden: int, itemsize: int) -> int:
 def _mlp_row(hidden: int, intermediate: int) -> int:
     """Elements: residual and norm, gate and up, the activation, its product with up, or then the output."""
     return 2 * hidden + max(4 * intermediate, 3 * intermediate + hidden)
+
+
+def _latent_row(spec: MlaSpec) -> int:
+    """Elements per token of latent attention: q, its rotated part and what is made of it for latents; what is attended
+    and the values of it, in two orders."""
+    q = spec.q_rank + spec.heads * (spec.nope_dim + 2 * spec.rope_dim + spec.rank)
+    return q + 3 * (spec.rank + spec.rope_dim) + spec.heads * (spec.rank + 2 * spec.value_dim)

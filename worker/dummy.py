@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from copyengine.checkpoint.dummy import CONSTANT
-from copyengine.checkpoint.tensors import dense_tensors
+from copyengine.checkpoint.tensors import dense_tensors, stays_float32
 from copyengine.model_spec import ModelSpec, MoeSpec
 from copyengine.protocol import Dtype
 from worker.host_memory import Allocate, zeros_in
@@ -75,7 +75,8 @@ def dummy_dense(
         if name == "embed" and embedding_in is not None:
             tensor = zeros_in(embedding_in)(shape, TORCH_DTYPES[dtype])
         else:
-            tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+            kind = torch.float32 if stays_float32(name) else TORCH_DTYPES[dtype]
+            tensor = torch.empty(shape, dtype=kind, device=device)
         drawing.fill(name, layer or 0, tensor)
         weights[name.format(i=layer)] = tensor
         on_bytes(tensor.nbytes)
@@ -134,9 +135,15 @@ class _Drawing:
                 tensor.fill_(1.0)[CONSTANT] = math.sqrt(variance) / self._embedding
             case "attention.q_norm" | "attention.k_norm":
                 tensor.fill_(math.sqrt(ATTENTION_SHARPNESS))
-            case "attention.o" | "ffn.down":
+            case "attention.q_a_norm" | "attention.kv_a_norm":
+                tensor.fill_(1.0)
+            case "attention.q_b" | "attention.kv_b":
+                self._normal(tensor, tensor.shape[1] ** -0.5)
+            case "score_bias":
+                tensor.zero_()
+            case "attention.o" | "ffn.down" | "shared.down":
                 self._normal(tensor, WRITE_SCALE * tensor.shape[1] ** -0.5)[CONSTANT] = 0
-            case "router":
+            case "router" | "score_router":
                 self._normal(tensor, spec.hidden**-0.5)
                 tensor[:, CONSTANT] = self._popularity(layer).to(tensor)
             case bias if bias.endswith("_bias"):

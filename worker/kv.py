@@ -21,8 +21,8 @@ class KvLayer:
         device: torch.device,
         zeros: Zeros | None = None,
     ) -> None:
-        """`kv_shapes` are those of keys and of values, as a spec of attention names them. `zeros` makes the pages, if
-        they are not to lie in the device's own memory."""
+        """`kv_shapes` are those of keys and of values, or what an attention keeps in their place, as its spec says.
+        `zeros` makes the pages, if they are not to lie in the device's own memory."""
         make = zeros or (lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device))
         self.k, self.v = (make((num_pages, page_tokens, *shape), dtype) for shape in kv_shapes)
 

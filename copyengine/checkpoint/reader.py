@@ -18,6 +18,7 @@ from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.parallel import run_all
 from copyengine.checkpoint.rearrange import AS_IT_IS, Order
 from copyengine.checkpoint.schemes import Kind, beside
+from copyengine.checkpoint.tensors import dtype_of
 from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
 
@@ -57,8 +58,8 @@ class _Piece(Struct, frozen=True):
 
 
 def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Every tensor but the experts as (canonical name, array of `dtype`), in the order of the files; quantised linears
-    are dequantised.
+    """Every tensor but the experts as (canonical name, array of `dtype` or what `dtype_of` says), in the order of the
+    files; quantised linears are dequantised.
 
     ConfigError if a file is cut short, or holds a value that `dtype` cannot, or a scale that makes no number of a code.
     """
@@ -71,7 +72,7 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
             source = np.empty(ref.shape, NUMPY_DTYPE[DTYPES[ref.dtype]])
             files.read_into(ref.path, ref.offset, as_bytes(source))
             on_bytes(ref.nbytes)
-            yield name, _convert(source, dtype, ref.path, name)
+            yield name, _convert(source, dtype_of(name, dtype), ref.path, name)
 
 
 def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:

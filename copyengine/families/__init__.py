@@ -10,6 +10,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from copyengine.checkpoint.keys import Keys, show
+from copyengine.families.deepseek_v3 import DEEPSEEK_V3
 from copyengine.families.expert_scheme import expert_scheme
 from copyengine.families.family import Family
 from copyengine.families.gpt_oss import GPT_OSS
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": QWEN3_5_MOE_TEXT,
         "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
         "GptOssForCausalLM": GPT_OSS,
+        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     }
 )
 """By architecture, as config.json names it."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.topk_route import ref
+from kernels.topk_route import grouped_ref, ref
 
 MAX_EXPERTS_ON_DEVICE = 4096
 MAX_K_ON_DEVICE = 32
@@ -48,3 +48,42 @@ def _check(logits: torch.Tensor, k: int) -> None:
             f"k must be at most {MAX_K_ON_DEVICE} of {MAX_EXPERTS_ON_DEVICE} experts on a device, "
             f"not {k} of {logits.shape[1]}"
         )
+
+
+def grouped_route(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    groups: int,
+    groups_per_token: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoids in float32, then the k experts of the largest sigmoid + bias among those of the best groups.
+
+    `logits` is [T, E], floating; `bias` [E] float32. The experts stand in `groups` equal runs; a group is as good as
+    the sum of its two largest sums, and `groups_per_token` of them are kept. Returns weights [T, K] float32, which are
+    the sigmoids without bias, with `renormalise` over their sum (+ 1e-20), times `scale`; and experts [T, K] int32, the
+    largest sum first. Equals, of experts and of groups, go to the lower one. Source: transformers'
+    DeepseekV3TopkRouter. On a CUDA device it is one launch, with the limits of `topk_route`. ValueError for wrong
+    shapes or counts.
+    """
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be a floating [T, E] tensor, not {logits.dtype} {tuple(logits.shape)}")
+    experts = logits.shape[1]
+    if tuple(bias.shape) != (experts,) or bias.dtype != torch.float32:
+        raise ValueError(f"bias must be float32 [{experts}], not {bias.dtype} {tuple(bias.shape)}")
+    if not 1 <= groups_per_token <= groups or experts % groups or (groups > groups_per_token and experts < 2 * groups):
+        raise ValueError(f"{groups_per_token} of {groups} groups do not fit {experts} experts, two in each at least")
+    if not 1 <= k <= experts // groups * groups_per_token:
+        raise ValueError(f"k must be in 1..{experts // groups * groups_per_token} (the groups' experts), not {k}")
+    arguments = (k, groups, groups_per_token, renormalise, scale)
+    if not logits.is_cuda:
+        return grouped_ref.grouped_route(logits, bias, *arguments)
+    if experts > MAX_EXPERTS_ON_DEVICE or k > MAX_K_ON_DEVICE:
+        raise ValueError(
+            f"k must be at most {MAX_K_ON_DEVICE} of {MAX_EXPERTS_ON_DEVICE} experts on a device, not {k} of {experts}"
+        )
+    from kernels.topk_route import grouped_tri
+
+    return grouped_tri.grouped_route(logits, bias, *arguments)

@@ -65,6 +65,8 @@ FAMILIES: dict[str, str] = {
     "qwen3_next_mixed": "Qwen3Next",
     "qwen3_5_moe_text": "Qwen3_5Moe",
     "qwen3_5_moe": "Qwen3_5Moe",
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v3_plain": "DeepseekV3",
 }
 """Of the cases that are not Qwen3's: how transformers' classes begin."""
 
@@ -121,6 +123,46 @@ CASES |= {
 }
 WITH_TOWER = ("qwen3_5_moe",)
 RECURRENT = tuple(name for name in CASES if name.startswith(("qwen3_next", "qwen3_5_moe")))
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+}
+CASES |= {
+    "deepseek_v3": LATENT
+    | {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 1.3,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v3_plain": LATENT
+    | {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+    },
+}
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
@@ -188,7 +230,7 @@ def write_case(directory: Path, name: str, overrides: dict[str, Any]) -> None:
     settings = BASE | overrides
     model = _model(name, settings)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key:  # initialised to ones, which would hide a norm that is left out or swapped
                 weight.uniform_(0.5, 1.5)
             if "bias" in key:  # initialised to zeros

@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, Builder] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": build_pre_norm,
         "Qwen3_5MoeForConditionalGeneration": build_pre_norm,
         "GptOssForCausalLM": build_pre_norm,
+        "DeepseekV3ForCausalLM": build_pre_norm,
     }
 )
 """By architecture; the same ones as in `copyengine.families`."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from copyengine.model_spec import MoeSpec
-from kernels.topk_route import topk_route, topk_softmax
+from kernels.topk_route import grouped_route, topk_route, topk_softmax
 from worker.model.batch import Batch
 from worker.model.mlp import DenseMlp
 from worker.model.stack import Weights
@@ -29,28 +29,37 @@ class MoeFfn:
 
     def __init__(self, spec: MoeSpec, weights: Weights, prefix: str, bank: int, experts: Experts) -> None:
         self._spec = spec
-        self._router = weights.pop(f"{prefix}.router")
+        self._router = weights.pop(f"{prefix}.score_router" if spec.grouped else f"{prefix}.router")
         self._router_bias = weights.pop(f"{prefix}.router_bias") if spec.router_bias else None
+        self._score_bias = weights.pop(f"{prefix}.score_bias") if spec.grouped else None
         self._bank = bank
         self._experts = experts
-        self._shared = SharedExpert(weights, prefix) if spec.shared_intermediate else None
+        self._shared = SharedExpert(weights, prefix, spec.shared_gate) if spec.shared_intermediate else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        logits = functional.linear(x, self._router, self._router_bias)
-        if self._spec.softmax_chosen:
-            weights, experts = topk_softmax(logits, self._spec.experts_per_token)
-        else:
-            weights, experts = topk_route(logits, self._spec.experts_per_token, self._spec.norm_topk_prob)
+        weights, experts = self._route(x)
         routed = self._experts(self._bank, x, weights, experts)
         return routed + self._shared(x, batch) if self._shared else routed
 
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, K] float32 and experts [T, K] int32 of the rows of x."""
+        spec, grouped = self._spec, self._spec.grouped
+        k, renormalise = spec.experts_per_token, spec.norm_topk_prob
+        if grouped is None or self._score_bias is None:
+            logits = functional.linear(x, self._router, self._router_bias)
+            return topk_softmax(logits, k) if spec.softmax_chosen else topk_route(logits, k, renormalise)
+        logits = functional.linear(x.to(torch.float32), self._router)
+        groups = (grouped.groups, grouped.groups_per_token)
+        return grouped_route(logits, self._score_bias, k, *groups, renormalise, grouped.scale)
+
 
 class SharedExpert:
-    """[T, H] -> [T, H]: sigmoid(gate(x)) * mlp(x)."""
+    """[T, H] -> [T, H]: sigmoid(gate(x)) * mlp(x), or without a gate mlp(x)."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
+    def __init__(self, weights: Weights, prefix: str, gated: bool) -> None:
         self._mlp = DenseMlp(weights, f"{prefix}.shared")
-        self._gate = weights.pop(f"{prefix}.shared_gate")
+        self._gate = weights.pop(f"{prefix}.shared_gate") if gated else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return torch.sigmoid(functional.linear(x, self._gate)) * self._mlp(x, batch)
+        out = self._mlp(x, batch)
+        return out if self._gate is None else torch.sigmoid(functional.linear(x, self._gate)) * out

@@ -1,10 +1,11 @@
 """Families of pre-norm layers of attention and a dense or routed MLP on one residual of H: Qwen3, Qwen3-MoE, Qwen2-MoE,
-Mixtral, OLMoE, Qwen3-Next, Qwen3.5-MoE, gpt-oss."""
+Mixtral, OLMoE, Qwen3-Next, Qwen3.5-MoE, gpt-oss, DeepSeek-V3."""
 
-from copyengine.model_spec import DenseSpec, GatedDeltaSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from copyengine.model_spec import DenseSpec, GatedDeltaSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from worker.kv import KvCache
 from worker.model.attention import GqaAttention
 from worker.model.gated_delta import GatedDelta
+from worker.model.mla import MlaAttention
 from worker.model.mlp import DenseMlp
 from worker.model.moe import Experts, MoeFfn
 from worker.model.rotary import Rotary
@@ -47,16 +48,22 @@ def _attention(
 ) -> Block:
     match layer.attention:
         case GqaSpec(rope=rope) as gqa:
-            rotated = gqa.rotary_dim or gqa.head_dim
-            if (rope, rotated) not in rotaries:
-                rotaries[rope, rotated] = Rotary(rope, rotated, kv.device)
-            prefix, rotary = f"layers.{index}.attention", rotaries[rope, rotated]
-            zero_centred = spec.zero_centred_norms
+            rotary = _rotary(rope, gqa.rotary_dim or gqa.head_dim, kv, rotaries)
+            prefix, zero_centred = f"layers.{index}.attention", spec.zero_centred_norms
             return GqaAttention(gqa, weights, prefix, kv.of_layer(index), rotary, spec.norm_eps, zero_centred)
         case GatedDeltaSpec() as delta:
             if states is None:
                 raise ValueError(f"layer {index} has a recurrent state, but no slots were given")
             return GatedDelta(delta, weights, f"layers.{index}.delta", states.layers[index], spec.norm_eps)
+        case MlaSpec(rope=rope, rope_dim=rope_dim) as mla:
+            rotary = _rotary(rope, rope_dim, kv, rotaries)
+            return MlaAttention(mla, weights, f"layers.{index}.attention", kv.of_layer(index), rotary)
+
+
+def _rotary(rope: RopeSpec, head_dim: int, kv: KvCache, rotaries: Rotaries) -> Rotary:
+    if (rope, head_dim) not in rotaries:
+        rotaries[rope, head_dim] = Rotary(rope, head_dim, kv.device)
+    return rotaries[rope, head_dim]
 
 
 def _ffn(spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, experts: Experts | None) -> Block:
