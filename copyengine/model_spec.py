@@ -122,6 +122,11 @@ class MlaSpec(Struct, frozen=True, tag="mla"):
         """What each token leaves in the KV pages, once for all heads: the latent and the rotated key part."""
         return ((1, self.rank), (1, self.rope_dim))
 
+    @property
+    def state_nbytes(self) -> int:
+        """What a sequence has for all its tokens together: nothing."""
+        return 0
+
 
 class DenseSpec(Struct, frozen=True, tag="dense"):
     """A gated SiLU MLP of intermediate size `intermediate`."""

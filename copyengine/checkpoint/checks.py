@@ -14,7 +14,7 @@ from copyengine.wire.errors import ConfigError
 DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' spelling -> ours, of the element types a weight may have."""
 
-NEVER_QUANTISED = ("embed", "router")
+NEVER_QUANTISED = ("embed", "router", "score_router")
 """Last words of the canonical names of matrices that are no linears, or whose errors would choose other experts."""
 
 

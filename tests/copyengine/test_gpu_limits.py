@@ -10,6 +10,8 @@ from copyengine.wire.errors import ConfigError
 from kernels import moe_align, norm, sampling, topk_route
 from kernels.admit import device as admit
 from kernels.attention import cost as attention
+from kernels.latent_attention import cost as latent_attention
+from tests.copyengine.families.test_deepseek_v3 import DEEPSEEK_V3
 
 
 def test_the_limits_are_the_kernels_own() -> None:
@@ -21,6 +23,8 @@ def test_the_limits_are_the_kernels_own() -> None:
     assert gpu_limits.MAX_HIDDEN == norm.MAX_WIDTH_ON_DEVICE
     assert gpu_limits.MAX_HEAD_DIM == attention.MAX_HEAD_DIM
     assert gpu_limits.MAX_HEADS_PER_KV_HEAD == attention.MAX_GROUP
+    assert gpu_limits.MAX_LATENT_RANK == latent_attention.MAX_RANK
+    assert gpu_limits.MAX_LATENT_ROPE == latent_attention.MAX_ROPE
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,14 @@ def test_both_sides_of_each_limit(field: str, limit: int, step: int) -> None:
         check_model(parse_spec(model_config(sizes) | {field: size}))
     with pytest.raises(ConfigError, match=rf"{limit + step:,}.*{limit:,}.*--device cpu"):
         check_model(parse_spec(model_config(sizes) | {field: limit + step}))
+
+
+@pytest.mark.parametrize(("field", "limit"), [("kv_lora_rank", 512), ("qk_rope_head_dim", 64)])
+def test_both_sides_of_each_limit_of_latent_attention(field: str, limit: int) -> None:
+    """With more heads than one kv head may have."""
+    check_model(parse_spec(DEEPSEEK_V3 | {field: limit}))
+    with pytest.raises(ConfigError, match=rf"{field}: {limit + 2}, .*{limit}.*--device cpu"):
+        check_model(parse_spec(DEEPSEEK_V3 | {field: limit + 2}))
 
 
 def test_a_dense_model_has_no_experts_to_check() -> None:

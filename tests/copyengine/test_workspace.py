@@ -5,7 +5,7 @@ import pytest
 
 from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
-from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec
+from copyengine.model_spec import DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from copyengine.workspace import (
     ATTENTION_ROWS,
     CHANGED_ROWS,
@@ -13,11 +13,13 @@ from copyengine.workspace import (
     DRAW_BANDS,
     DRAW_CANDIDATES,
     DRAW_CHUNK,
+    LATENT_PAIRS,
     context_nbytes,
     gpu_step_nbytes,
     host_step_nbytes,
 )
 from kernels.attention.ref import QUERY_BLOCK
+from kernels.latent_attention.ref import BLOCK_PAIRS
 from worker.drawing import BLOCK_ROWS
 
 TINY = Sizes(
@@ -36,6 +38,19 @@ def test_attention_over_the_whole_context() -> None:
     for kv_tokens, context in ((16, 16), (999, 999), (1000, 1000), (5000, 1000)):
         assert context_nbytes(spec, "bfloat16", 4096, kv_tokens) == context * per_position
     assert context_nbytes(spec, "bfloat16", 1, 16) == 16 * (2 * 3 * 4 * 2 + 3)
+
+
+def test_latent_attention() -> None:
+    """By hand, for 2 heads over latents of 6 + 2, heads of 4 + 2 and 3: latents in bfloat16 and float32, keys of them,
+    and scores twice; q, its rotated part and what is made of it, the latents, and what comes of it."""
+    layer = LayerSpec(MlaSpec(2, 6, 4, 2, 3, 1.0, RopeSpec(1e4), q_rank=5), DenseSpec(1))
+    spec = msgspec.structs.replace(spec_of(), layers=(layer,), max_position=1000)
+    position = 6 * (2 + 4) + 8 * 4 + 2 * (2 + 4)
+    assert context_nbytes(spec, "bfloat16", 4096, 10) == 10 * (position + 512 * 8)
+    assert context_nbytes(spec, "bfloat16", 3, 10) == 10 * (position + 3 * 2 * 8)
+    row = 5 + 2 * (4 + 2 * 2 + 6) + 3 * 8 + 2 * (6 + 2 * 3)
+    assert gpu_step_nbytes(spec, "bfloat16", 2, 0) - CUBLAS_NBYTES == 3 * (2 * (3 * 8 + row) + 8 * 2)
+    assert host_step_nbytes(spec, 1, 0) == 4 * (4 * 8 + row) + 10 * 48
 
 
 def test_a_step_on_the_host() -> None:
@@ -76,7 +91,7 @@ def test_every_running_sequence_has_a_row_of_logits() -> None:
 
 def test_rows_that_are_taken_at_once_are_those_of_who_takes_them() -> None:
     """Against their own constants, which this module must not import: they bring torch."""
-    assert ATTENTION_ROWS == QUERY_BLOCK and CHANGED_ROWS == BLOCK_ROWS
+    assert ATTENTION_ROWS == QUERY_BLOCK and LATENT_PAIRS == BLOCK_PAIRS and CHANGED_ROWS == BLOCK_ROWS
 
 
 def test_what_drawing_takes_on_a_gpu_is_what_its_kernels_are_given() -> None:
