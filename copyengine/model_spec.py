@@ -123,8 +123,13 @@ class MlaSpec(Struct, frozen=True, tag="mla"):
         return ((1, self.rank), (1, self.rope_dim))
 
     @property
-    def state_nbytes(self) -> int:
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """What a sequence has for all its tokens together: nothing."""
+        return ()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of that, for one sequence."""
         return 0
 
 

@@ -15,9 +15,7 @@ from worker.model import FAMILIES as BUILDERS
 
 SIZES = Sizes(layers=3, hidden=16, intermediate=8, experts=5, experts_per_token=2, dense_layers=(1,), vocab_size=33)
 
-
 OWN: dict[str, dict[str, Any]] = {
-    "Qwen2MoeForCausalLM": {"shared_expert_intermediate_size": 12},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 8, "kv_lora_rank": 6, "q_lora_rank": 4, "qk_nope_head_dim": 4}
     | {"qk_rope_head_dim": 2, "v_head_dim": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     | {"n_routed_experts": 5},
@@ -26,7 +24,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def spec_of(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> ModelSpec:
-    config = {**model_config(SIZES), "architectures": [architecture]}
+    shared = {"shared_expert_intermediate_size": 12}
+    config = {**model_config(SIZES), "architectures": [architecture], **shared}
     return parse_spec({**config, **OWN.get(architecture, {}), **changes})
 
 
