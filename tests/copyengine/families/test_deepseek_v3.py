@@ -73,6 +73,8 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "model_type": "kimi_k2",
 }
 
+ROUTED = MoeSpec(256, 8, 2048, True, 2048, shared_gate=False, grouped=GroupedRouting(8, 4, 2.5))
+
 
 def test_the_hub_s_config() -> None:
     """Against the published geometry: 58 layers of 256 experts, 671 billion parameters in all, 70 kB of KV a token."""
@@ -80,7 +82,7 @@ def test_the_hub_s_config() -> None:
     rope = RopeSpec(1e4, "yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
     scale = 192**-0.5 * (0.1 * math.log(40) + 1) ** 2
     assert spec.layers[60].attention == MlaSpec(128, 512, 128, 64, 128, scale, rope, 1536)
-    assert spec.moe == MoeSpec(256, 8, 2048, True, 2048, False, GroupedRouting(8, 4, 2.5))
+    assert spec.moe == ROUTED
     assert [layer.ffn for layer in spec.layers[:3]] == [DenseSpec(18432)] * 3 and len(spec.moe_layers) == 58
     assert kv_token_nbytes(spec, "bfloat16") == 61 * (512 + 64) * 2
 
@@ -96,7 +98,7 @@ def test_what_transformers_leaves_out_or_calls_otherwise() -> None:
     config = {key: value for key, value in DEEPSEEK_V3.items() if key not in left_out}
     config["num_local_experts"] = config.pop("n_routed_experts")
     spec = parse_spec(config | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True})
-    assert spec.moe == MoeSpec(256, 8, 2048, True, 2048, False, GroupedRouting(8, 4, 2.5))
+    assert spec.moe == ROUTED
     expected = MlaSpec(128, 512, 128, 64, 128, 192**-0.5, RopeSpec(1e4), bias=True, interleaved=False)
     assert spec.layers[0].attention == expected
 
