@@ -51,7 +51,7 @@ def test_a_family_on_a_gpu_is_that_of_transformers(case: str, goldens: Path) -> 
         rows += [full(device, "decode", ids[a : a + 1], a, state).logits.cpu() for a in range(PROMPT_TOKENS, len(ids))]
         assert relative_error(torch.cat(rows), golden["logits"]) <= BOUND
         assert greedy(device, ids[:PROMPT_TOKENS], state) == ids[PROMPT_TOKENS:]
-        assert device.graphs is not None and device.graphs.sizes == [1]
+        assert device.graphs is not None and device.graphs.sizes == [1, 8]
 
 
 def greedy(device: Device, prompt: list[int], state: int) -> list[int]:
