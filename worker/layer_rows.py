@@ -26,7 +26,7 @@ class LayerRows:
         rows = block_rows(tokens, k, num_experts, layout)
         alignment, self._blocks = align_in_blocks(experts, num_experts, rows)
         self.offsets = alignment.offsets  # [E + 1] int32
-        self._x = arrange(x, layout)
+        self._x = arrange(x, layout, input_scales)
         self._weights = weights
         self._layout = layout
         self._input_scales = input_scales

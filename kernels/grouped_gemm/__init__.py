@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.formats import QUANTISED, ExpertFormat, RecordLayout
+from kernels.formats import QUANTISED, RecordLayout
 from kernels.grouped_gemm import cost, ref
 from kernels.grouped_gemm.ref import InputScales
 from kernels.moe_align import Alignment, Blocks, max_blocks
@@ -19,6 +19,9 @@ _DTYPES = {
     **dict.fromkeys(QUANTISED, (torch.bfloat16, torch.float32)),
 }
 """Of x, by format."""
+
+_PACKED = ("nvfp4", "mxfp4")
+"""Formats with two codes in a byte, whose kernels read x with its even columns first."""
 
 
 def grouped_gemm(
@@ -55,12 +58,12 @@ def grouped_gemm(
 
 def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> int:
     """Rows of the blocks that `grouped_gemm_slots` wants for T tokens of K routes to E experts."""
-    return cost.tiles(tokens, k, num_experts, layout.format).gate_up.block_m
+    return variant(tokens, k, num_experts, layout).gate_up.block_m
 
 
-def variant(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> tuple[cost.Tile, cost.Tile]:
+def variant(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> cost.Tiles:
     """The tiles of `grouped_gemm_slots`: launches for which they are equal run the same kernels."""
-    return cost.tiles(tokens, k, num_experts, layout.format)
+    return cost.tiles(tokens, k, num_experts, layout.format, layout.kind.quantised_inputs)
 
 
 def grouped_gemm_slots(
@@ -82,9 +85,10 @@ def grouped_gemm_slots(
     `blocks` are cut to `block_rows(...)`; `slot_of` [E] int32 is each expert's slot, read for experts of the span that
     have routes, and negative for those to leave out (their rows are left alone); `span` [2] int32; `max_routed` is a
     bound on the number of experts of the span that have routes, which only sizes the launch. `arranged` says that x
-    comes from `arrange`, `mid` [T * K, I] like x is space to work in, made anew if it is None.
-    On a CUDA device nothing waits for it, x for nvfp4 is bfloat16, and values in tensors are not checked. The values
-    of a row depend on x and the routing of the whole step, never on slots or on how the experts are cut into spans.
+    comes from `arrange` under the same `input_scales`, `mid` [T * K, I] like x is space to work in, made anew if it is
+    None. On a CUDA device nothing waits for it, x for quantised experts is bfloat16, and values in tensors are not
+    checked. The values of a row depend on x and the routing of the whole step, never on slots or on how the experts
+    are cut into spans.
     ValueError for shapes or types that do not fit together.
     """
     _expect_rows(x, weights, blocks.routes, pool, layout, out_rows)
@@ -93,7 +97,7 @@ def grouped_gemm_slots(
     _expect("slot_of", slot_of, (num_experts,), torch.int32)
     _expect("span", span, (2,), torch.int32)
     tokens, k = weights.shape
-    tiles = cost.tiles(tokens, k, num_experts, layout.format)
+    tiles = variant(tokens, k, num_experts, layout)
     if blocks.block_rows != tiles.gate_up.block_m:
         raise ValueError(f"blocks must have {tiles.gate_up.block_m} rows, not {blocks.block_rows}")
     if not 0 <= max_routed <= num_experts:
@@ -103,39 +107,57 @@ def grouped_gemm_slots(
     if not x.is_cuda:
         ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows, input_scales)
         return
-    if layout.format in QUANTISED - {"nvfp4"} or layout.kind != ExpertFormat(layout.format):
-        raise ValueError(f"no grouped GEMM on a CUDA device for {layout.kind}")
-    if layout.format == "nvfp4" and x.dtype != torch.bfloat16:
-        raise ValueError(f"x must be torch.bfloat16 for nvfp4 on a CUDA device, not {x.dtype}")
+    if layout.format in QUANTISED and x.dtype != torch.bfloat16:
+        raise ValueError(f"x must be torch.bfloat16 for {layout.format} on a CUDA device, not {x.dtype}")
     if mid is None:
         mid = torch.empty(tokens * k, layout.intermediate, dtype=x.dtype, device=x.device)
     if not (pool.is_contiguous() and out_rows.is_contiguous() and mid.is_contiguous()):
         raise ValueError("pool, out_rows and mid must be contiguous")
+    scales = input_scales or ref.NO_SCALES
+    if input_scales and not arranged:
+        x = _quantised(x, input_scales)
     if tiles.gate_up.block_m == 1:
         from kernels.grouped_gemm import tri_few
 
-        tri_few.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, tiles, mid, out_rows)
+        tri_few.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, tiles, mid, out_rows, scales)
         return
     from kernels.grouped_gemm import tri
 
-    if layout.format == "nvfp4" and not (arranged and _arranges(x, layout)):
+    if layout.format in _PACKED and not (arranged and _even_first(x, layout)):
         x = tri.even_first(x)
     grid_blocks = max_blocks(tokens * k, max_routed, blocks.block_rows)
-    tri.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, mid, out_rows)
+    tri.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, grid_blocks, tiles, mid, out_rows, scales)
 
 
-def arrange(x: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
-    """x [T, H] as the kernels read it: done once for a layer, it need not be done by each `grouped_gemm_slots`."""
-    if not _arranges(x, layout):
+def arrange(x: torch.Tensor, layout: RecordLayout, input_scales: InputScales | None = None) -> torch.Tensor:
+    """x [T, H] as the kernels read it: done once for a layer, it need not be done by each `grouped_gemm_slots`.
+
+    `input_scales` as there.
+    """
+    _expect_scales(layout, input_scales)
+    if not x.is_cuda:
+        return x
+    if input_scales:
+        x = _quantised(x, input_scales)
+    if not _even_first(x, layout):
         return x
     from kernels.grouped_gemm import tri
 
     return tri.even_first(x)
 
 
-def _arranges(x: torch.Tensor, layout: RecordLayout) -> bool:
-    """Of few tokens most layers read x as it is, so that those of them that do not must arrange it themselves."""
-    return x.is_cuda and layout.format == "nvfp4" and x.shape[0] > cost.FEW_TOKENS
+def _even_first(x: torch.Tensor, layout: RecordLayout) -> bool:
+    """Whether `arrange` puts even columns first.
+
+    Of few tokens most layers read x as it is, so that those of them that do not must do it themselves.
+    """
+    return layout.format in _PACKED and x.shape[0] > cost.FEW_TOKENS
+
+
+def _quantised(x: torch.Tensor, input_scales: InputScales) -> torch.Tensor:
+    from kernels.grouped_gemm import tri_inputs
+
+    return tri_inputs.quantised(x, input_scales.gate_up)
 
 
 def combine(rows: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ FEW_TOKENS = 16
 
 
 class Tile(NamedTuple):
-    """block_m rows of x by block_n rows of W; block_k bytes of codes (nvfp4) or elements of W a step.
+    """block_m rows of x by block_n rows of W; block_k bytes of codes or elements of W a step.
 
     `stages` of the loop over k are under way at a time, or, of tiles of one row, in one turn of it.
     """
@@ -35,17 +35,21 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-def tiles(tokens: int, k: int, num_experts: int, format_name: str) -> Tiles:
+def tiles(tokens: int, k: int, num_experts: int, format_name: str, quantised_inputs: bool = False) -> Tiles:
     """For T = `tokens` tokens of K = `k` routes to E = `num_experts` experts."""
     if tokens <= FEW_TOKENS and tokens * k <= num_experts:
         return _few(format_name)
     block_m = _block_m(tokens, k, num_experts)
     match format_name:
-        case "nvfp4" if block_m == 128:
-            return Tiles(Tile(block_m, 128, 64, 3, 8), Tile(block_m, 128, 64, 3, 4))
-        case "nvfp4":
+        case "nvfp4" | "mxfp4" if block_m == 128:
+            wide = 64 if quantised_inputs else 128  # rounding what gate_up gives takes registers too
+            return Tiles(Tile(block_m, wide, 64, 3, 8), Tile(block_m, 128, 64, 3, 4))
+        case "nvfp4" | "mxfp4":
             down_n = 128 if tokens >= 16 else 64  # fewer tokens would leave multiprocessors without a program
             return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, down_n, 64, 3, 4))
+        case "fp8_block" | "fp8_tensor":  # sums under a scale of their own take as many registers again
+            warps = 8 if block_m == 128 else 4
+            return Tiles(Tile(block_m, 64, 64, 3, warps), Tile(block_m, 64, 64, 3, 4))
         case "float32":
             return Tiles(Tile(block_m, 64, 32, 2, 4), Tile(block_m, 64, 32, 2, 4))
         case _:
@@ -54,8 +58,10 @@ def tiles(tokens: int, k: int, num_experts: int, format_name: str) -> Tiles:
 
 def _few(format_name: str) -> Tiles:
     match format_name:
-        case "nvfp4":
+        case "nvfp4" | "mxfp4":
             return Tiles(Tile(1, 16, 256, 1, 8), Tile(1, 32, 64, 1, 4))
+        case "fp8_block" | "fp8_tensor":
+            return Tiles(Tile(1, 32, 128, 2, 8), Tile(1, 32, 128, 2, 8))
         case "float32":
             return Tiles(Tile(1, 16, 64, 2, 8), Tile(1, 16, 64, 2, 8))
         case _:

@@ -25,6 +25,10 @@ class InputScales(NamedTuple):
     down: float
 
 
+NO_SCALES = InputScales(1.0, 1.0)
+"""For kernels of experts that take their inputs as they are: it is not read."""
+
+
 SWIGLU_ALPHA = 1.702
 """Of the clamped SwiGLU's sigmoid."""
 

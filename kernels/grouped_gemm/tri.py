@@ -5,10 +5,8 @@
 Both kernels compute W x^T, weights on the left: a tile of 64 or more rows of W fills a warpgroup's matrix instruction
 however few rows x has, and the left operand may come from registers, where NVFP4 codes are decoded.
 
-NVFP4: a byte holds an even and an odd k, so x comes with its even columns first and its odd ones behind them, and the
-two nibbles' products are two dots. A nibble's bits put into the lowest exponent bits of a bfloat16 are its value
-times 2^-126 (subnormal for 0.5); scale * 2^118 brings it back up to 2^-8, exactly: code * scale has 6 significant
-bits. What is left, global * 2^8, multiplies the float32 sum.
+NVFP4 and MXFP4: a byte holds an even and an odd k, so x comes with its even columns first and its odd ones behind them,
+and the two nibbles' products are two dots. How codes are decoded says tri_decode.
 
 A row's values depend on its place in its block and on the tile, never on the slot or on the launch.
 """
@@ -20,33 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.formats import RecordLayout
+from kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, RecordLayout
 from kernels.grouped_gemm.cost import Tile, Tiles
+from kernels.grouped_gemm.ref import NO_SCALES, InputScales
+from kernels.grouped_gemm.tri_decode import BACK, NVFP4_GROUP, e2m1_scaled, fp8_add, fp8_end
+from kernels.grouped_gemm.tri_inputs import activation, quantised_rows
 from kernels.moe_align import Blocks
-
-_DECODE = tl.constexpr("""
-{
-.reg .b32 t, s, g;
-prmt.b32 t, $4, 0, 0x4140;
-shl.b32 s, t, 6;   and.b32 s, s, 0x01C001C0;
-shl.b32 g, t, 12;  and.b32 g, g, 0x80008000;
-or.b32 $0, s, g;
-shl.b32 s, t, 2;   and.b32 s, s, 0x01C001C0;
-shl.b32 g, t, 8;   and.b32 g, g, 0x80008000;
-or.b32 $2, s, g;
-prmt.b32 t, $4, 0, 0x4342;
-shl.b32 s, t, 6;   and.b32 s, s, 0x01C001C0;
-shl.b32 g, t, 12;  and.b32 g, g, 0x80008000;
-or.b32 $1, s, g;
-shl.b32 s, t, 2;   and.b32 s, s, 0x01C001C0;
-shl.b32 g, t, 8;   and.b32 g, g, 0x80008000;
-or.b32 $3, s, g;
-}
-""")
-"""Four bytes to their low nibbles ($0, $1) and high nibbles ($2, $3), pairs of bfloat16: value * 2^-126."""
-
-_UP = tl.constexpr(2.0**118)
-_BACK = tl.constexpr(2.0**8)
 
 _COLUMNS = tl.constexpr(1024)
 """Of the sum of a token's rows, for each program."""
@@ -64,13 +41,14 @@ def grouped_gemm_slots(
     tiles: Tiles,
     mid: torch.Tensor,
     out_rows: torch.Tensor,
+    input_scales: InputScales = NO_SCALES,
 ) -> None:
     """`x` as `kernels.grouped_gemm.arrange` gives it."""
     if grid_blocks == 0:
         return
     x, weights, k = x.contiguous(), weights.contiguous(), weights.shape[1]
-    gate_up(x, blocks, grid_blocks, span, slot_of, pool, layout, k, tiles.gate_up, mid)
-    down(mid, weights, blocks, grid_blocks, span, slot_of, pool, layout, tiles.down, out_rows)
+    gate_up(x, blocks, grid_blocks, span, slot_of, pool, layout, k, tiles.gate_up, mid, input_scales)
+    down(mid, weights, blocks, grid_blocks, span, slot_of, pool, layout, tiles.down, out_rows, input_scales)
 
 
 def gate_up(
@@ -84,12 +62,24 @@ def gate_up(
     k: int,
     tile: Tile,
     mid: torch.Tensor,
+    input_scales: InputScales = NO_SCALES,
 ) -> None:
-    """mid[i] = silu(gate) * up of sorted route i. For nvfp4, x and mid have their even columns first."""
-    arguments = gate_up_arguments(layout, k, tile)
+    """mid[i] = act(gate, up) of sorted route i. For nvfp4 and mxfp4, x and mid have their even columns first."""
+    arguments = gate_up_arguments(layout, k, tile, has_fp8_type())
     grid = (triton.cdiv(layout.intermediate, tile.block_n) * grid_blocks,)
     _gate_up[grid](
-        x, mid, pool, slot_of, span, blocks.routes, blocks.starts, blocks.expert, blocks.first, blocks.rows, **arguments
+        x,
+        mid,
+        pool,
+        slot_of,
+        span,
+        blocks.routes,
+        blocks.starts,
+        blocks.expert,
+        blocks.first,
+        blocks.rows,
+        *input_scales,
+        **arguments,
     )
 
 
@@ -104,9 +94,10 @@ def down(
     layout: RecordLayout,
     tile: Tile,
     out_rows: torch.Tensor,
+    input_scales: InputScales = NO_SCALES,
 ) -> None:
     """out_rows[routes[i]] = weights[routes[i]] * (down of mid[i])."""
-    arguments = down_arguments(layout, tile)
+    arguments = down_arguments(layout, tile, has_fp8_type())
     grid = (triton.cdiv(layout.hidden, tile.block_n) * grid_blocks,)
     _down[grid](
         mid,
@@ -120,6 +111,7 @@ def down(
         blocks.expert,
         blocks.first,
         blocks.rows,
+        input_scales.down,
         **arguments,
     )
 
@@ -139,27 +131,31 @@ def even_first(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def gate_up_arguments(layout: RecordLayout, k: int, tile: Tile, decode_by_bits: bool = True) -> dict[str, Any]:
-    """Constants and options; not to be changed."""
-    return {"K": k, **_arguments(layout, "gate_up", tile, decode_by_bits)}
+def has_fp8_type() -> bool:
+    """Whether the current device, if there is one, has instructions for E4M3."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 @functools.cache
-def down_arguments(layout: RecordLayout, tile: Tile, decode_by_bits: bool = True) -> dict[str, Any]:
+def gate_up_arguments(
+    layout: RecordLayout, k: int, tile: Tile, fp8_type: bool = True, decode_by_bits: bool = True
+) -> dict[str, Any]:
     """Constants and options; not to be changed."""
-    return _arguments(layout, "down", tile, decode_by_bits)
+    limit = layout.kind.swiglu_limit or 0.0
+    return {"K": k, "LIMIT": limit, **_arguments(layout, "gate_up", tile, fp8_type, decode_by_bits)}
 
 
-def _arguments(layout: RecordLayout, matrix: str, tile: Tile, decode_by_bits: bool) -> dict[str, Any]:
-    nvfp4 = layout.format == "nvfp4"
+@functools.cache
+def down_arguments(
+    layout: RecordLayout, tile: Tile, fp8_type: bool = True, decode_by_bits: bool = True
+) -> dict[str, Any]:
+    """Constants and options; not to be changed."""
+    return _arguments(layout, "down", tile, fp8_type, decode_by_bits)
+
+
+def _arguments(layout: RecordLayout, matrix: str, tile: Tile, fp8_type: bool, decode_by_bits: bool) -> dict[str, Any]:
     return {
-        "H": layout.hidden,
-        "I": layout.intermediate,
-        "RECORD": layout.record_nbytes,
-        "FIELD": layout.field(matrix).offset,
-        "SCALES": layout.field(f"{matrix}_scale").offset if nvfp4 else 0,
-        "GLOBALS": layout.field(f"{matrix}_global").offset if nvfp4 else 0,
-        "NVFP4": nvfp4,
+        **format_arguments(layout, matrix, fp8_type),
         "BITS": decode_by_bits,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -169,36 +165,26 @@ def _arguments(layout: RecordLayout, matrix: str, tile: Tile, decode_by_bits: bo
     }
 
 
-@triton.jit
-def _decode(codes, BITS: tl.constexpr):
-    """Low and high nibbles' values: times 2^-126 as bfloat16, or as they are in float32 (which the interpreter can)."""
-    if BITS:
-        return tl.inline_asm_elementwise(
-            _DECODE, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    else:
-        return _value(codes & 0xF), _value(codes >> 4)
-
-
-@triton.jit
-def _value(code):
-    low = (code & 1).to(tl.float32)
-    exponent = (code >> 1) & 3
-    magnitude = tl.where(exponent == 0, 0.5 * low, (0.5 + 0.25 * low) * (1 << exponent.to(tl.int32)).to(tl.float32))
-    return tl.where(code >= 8, -magnitude, magnitude)
-
-
-@triton.jit
-def _scaled(codes, scales, BITS: tl.constexpr):
-    """[N, G * 8] bytes under [N, G] scales: the even and the odd k's values."""
-    N: tl.constexpr = codes.shape[0]
-    G: tl.constexpr = scales.shape[1]
-    wide = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if BITS:
-        wide = (wide * _UP).to(tl.bfloat16)
-    wide = tl.reshape(tl.broadcast_to(wide[:, :, None], (N, G, 8)), (N, G * 8))
-    even, odd = _decode(codes, BITS)
-    return even * wide, odd * wide
+def format_arguments(layout: RecordLayout, matrix: str, fp8_type: bool) -> dict[str, Any]:
+    """Constants of the kernels, tri_few's too: what the record holds, and where."""
+    kind, offsets = layout.kind, {field.name: field.offset for field in layout.fields}
+    whole = max(layout.hidden, layout.intermediate)
+    scale_rows, scale_columns = kind.block if kind.name == "fp8_block" else (whole, whole)
+    return {
+        "H": layout.hidden,
+        "I": layout.intermediate,
+        "RECORD": layout.record_nbytes,
+        "FIELD": offsets[matrix],
+        "SCALES": offsets.get(f"{matrix}_scale", 0),
+        "GLOBALS": offsets.get(f"{matrix}_global", 0),
+        "BIASES": offsets.get(f"{matrix}_bias", 0),  # 0: there are none
+        "GROUP": {"nvfp4": NVFP4_BLOCK // 2, "mxfp4": MXFP4_BLOCK // 2}.get(kind.name, 0),
+        "FP8": kind.name in ("fp8_block", "fp8_tensor"),
+        "SCALE_N": scale_rows,
+        "SCALE_K": scale_columns,
+        "QUANTISED": kind.quantised_inputs,
+        "FP8_TYPE": fp8_type,
+    }
 
 
 @triton.jit
@@ -221,6 +207,8 @@ def _gate_up(
     expert_ptr,
     first_ptr,
     rows_ptr,
+    in_scale,  # of quantised inputs, as down_scale
+    down_scale,
     K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
@@ -228,7 +216,14 @@ def _gate_up(
     FIELD: tl.constexpr,
     SCALES: tl.constexpr,
     GLOBALS: tl.constexpr,
-    NVFP4: tl.constexpr,
+    BIASES: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    FP8_TYPE: tl.constexpr,
+    LIMIT: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -253,40 +248,56 @@ def _gate_up(
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     x_rows = x_ptr + token[None, :] * H
-    if NVFP4:
+    if GROUP:
         kk = tl.arange(0, BLOCK_K)
-        g = tl.arange(0, BLOCK_K // 8)
+        g = tl.arange(0, BLOCK_K // GROUP)
         codes_ptr = record + FIELD + row[:, None] * (H // 2)
-        scales_ptr = record + SCALES + row[:, None] * (H // 16)
+        scales_ptr = record + SCALES + row[:, None] * (H // (2 * GROUP))
         for start in tl.range(0, H // 2, BLOCK_K, num_stages=STAGES):
             if (H // 2) % BLOCK_K == 0:
                 gate_codes = tl.load(codes_ptr + start + kk[None, :])
                 up_codes = tl.load(codes_ptr + I * (H // 2) + start + kk[None, :])
-                gate_scales = tl.load(scales_ptr + start // 8 + g[None, :])
-                up_scales = tl.load(scales_ptr + I * (H // 16) + start // 8 + g[None, :])
+                gate_scales = tl.load(scales_ptr + start // GROUP + g[None, :])
+                up_scales = tl.load(scales_ptr + I * (H // (2 * GROUP)) + start // GROUP + g[None, :])
                 x_even = tl.load(x_rows + start + kk[:, None])
                 x_odd = tl.load(x_rows + H // 2 + start + kk[:, None])
             else:
                 inside = kk < H // 2 - start
-                inside_g = g < H // 16 - start // 8
+                inside_g = g < H // (2 * GROUP) - start // GROUP
                 gate_codes = tl.load(codes_ptr + start + kk[None, :], mask=inside[None, :], other=0)
                 up_codes = tl.load(codes_ptr + I * (H // 2) + start + kk[None, :], mask=inside[None, :], other=0)
-                gate_scales = tl.load(scales_ptr + start // 8 + g[None, :], mask=inside_g[None, :], other=0)
+                gate_scales = tl.load(scales_ptr + start // GROUP + g[None, :], mask=inside_g[None, :], other=0)
                 up_scales = tl.load(
-                    scales_ptr + I * (H // 16) + start // 8 + g[None, :], mask=inside_g[None, :], other=0
+                    scales_ptr + I * (H // (2 * GROUP)) + start // GROUP + g[None, :], mask=inside_g[None, :], other=0
                 )
                 x_even = tl.load(x_rows + start + kk[:, None], mask=inside[:, None], other=0)
                 x_odd = tl.load(x_rows + H // 2 + start + kk[:, None], mask=inside[:, None], other=0)
-            even, odd = _scaled(gate_codes, gate_scales, BITS)
+            even, odd = e2m1_scaled(gate_codes, gate_scales, GROUP, FP8_TYPE, BITS)
             gate = tl.dot(even, x_even, gate, input_precision="ieee")
             gate = tl.dot(odd, x_odd, gate, input_precision="ieee")
-            even, odd = _scaled(up_codes, up_scales, BITS)
+            even, odd = e2m1_scaled(up_codes, up_scales, GROUP, FP8_TYPE, BITS)
             up = tl.dot(even, x_even, up, input_precision="ieee")
             up = tl.dot(odd, x_odd, up, input_precision="ieee")
-        globals_ptr = (record + GLOBALS).to(tl.pointer_type(tl.float32))
-        back: tl.constexpr = _BACK if BITS else 1.0
-        gate *= tl.load(globals_ptr) * back
-        up *= tl.load(globals_ptr + 1) * back
+        if GROUP == NVFP4_GROUP:
+            globals_ptr = (record + GLOBALS).to(tl.pointer_type(tl.float32))
+            back: tl.constexpr = BACK if BITS else 1.0
+            gate *= tl.load(globals_ptr) * back
+            up *= tl.load(globals_ptr + 1) * back
+        if QUANTISED:
+            gate *= in_scale
+            up *= in_scale
+    elif FP8:
+        kk = tl.arange(0, BLOCK_K)
+        columns: tl.constexpr = (H + SCALE_K - 1) // SCALE_K
+        codes_ptr = record + FIELD + row[:, None] * H
+        gate_scales_ptr = (record + SCALES).to(tl.pointer_type(tl.float32)) + (row // SCALE_N) * columns
+        up_scales_ptr = gate_scales_ptr + (I + SCALE_N - 1) // SCALE_N * columns
+        for start in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+            x = tl.load(x_rows + start + kk[:, None], mask=(kk < H - start)[:, None], other=0)
+            gate = fp8_add(gate, codes_ptr, gate_scales_ptr, x, start, H, SCALE_K, BLOCK_K, BITS)
+            up = fp8_add(up, codes_ptr + I * H, up_scales_ptr, x, start, H, SCALE_K, BLOCK_K, BITS)
+        gate = fp8_end(gate, gate_scales_ptr, H, SCALE_K)
+        up = fp8_end(up, up_scales_ptr, H, SCALE_K)
     else:
         kk = tl.arange(0, BLOCK_K)
         w_ptr = (record + FIELD).to(tl.pointer_type(x_ptr.dtype.element_ty)) + row[:, None] * H
@@ -297,9 +308,15 @@ def _gate_up(
             x = tl.load(x_rows + start + kk[:, None], mask=inside[:, None], other=0)
             gate = tl.dot(gate_w, x, gate, input_precision="ieee")
             up = tl.dot(up_w, x, up, input_precision="ieee")
-    hidden = gate / (1 + tl.exp(-gate)) * up
+    if BIASES:
+        biases_ptr = (record + BIASES).to(tl.pointer_type(tl.float32)) + row
+        gate += tl.load(biases_ptr)[:, None]
+        up += tl.load(biases_ptr + I)[:, None]
+    hidden = activation(gate, up, LIMIT)
+    if QUANTISED:
+        hidden = quantised_rows(hidden.to(mid_ptr.dtype.element_ty).to(tl.float32), down_scale)
     rows = (first + m).to(tl.int64)
-    _store_split(mid_ptr, rows[None, :], n[:, None], hidden, live[None, :] & (n < I)[:, None], I, NVFP4)
+    _store_split(mid_ptr, rows[None, :], n[:, None], hidden, live[None, :] & (n < I)[:, None], I, GROUP)
 
 
 @triton.jit
@@ -315,13 +332,20 @@ def _down(
     expert_ptr,
     first_ptr,
     rows_ptr,
+    in_scale,  # of quantised inputs
     H: tl.constexpr,
     I: tl.constexpr,
     RECORD: tl.constexpr,
     FIELD: tl.constexpr,
     SCALES: tl.constexpr,
     GLOBALS: tl.constexpr,
-    NVFP4: tl.constexpr,
+    BIASES: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    FP8_TYPE: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -346,29 +370,41 @@ def _down(
     row = tl.minimum(n, H - 1)  # rows past the end are computed and not stored
     out = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     x_rows = mid_ptr + rows[None, :] * I
-    if NVFP4:
+    if GROUP:
         kk = tl.arange(0, BLOCK_K)
-        g = tl.arange(0, BLOCK_K // 8)
+        g = tl.arange(0, BLOCK_K // GROUP)
         codes_ptr = record + FIELD + row[:, None] * (I // 2)
-        scales_ptr = record + SCALES + row[:, None] * (I // 16)
+        scales_ptr = record + SCALES + row[:, None] * (I // (2 * GROUP))
         for start in tl.range(0, I // 2, BLOCK_K, num_stages=STAGES):
             if (I // 2) % BLOCK_K == 0:
                 codes = tl.load(codes_ptr + start + kk[None, :])
-                scales = tl.load(scales_ptr + start // 8 + g[None, :])
+                scales = tl.load(scales_ptr + start // GROUP + g[None, :])
                 x_even = tl.load(x_rows + start + kk[:, None])
                 x_odd = tl.load(x_rows + I // 2 + start + kk[:, None])
             else:
                 inside = kk < I // 2 - start
-                inside_g = g < I // 16 - start // 8
+                inside_g = g < I // (2 * GROUP) - start // GROUP
                 codes = tl.load(codes_ptr + start + kk[None, :], mask=inside[None, :], other=0)
-                scales = tl.load(scales_ptr + start // 8 + g[None, :], mask=inside_g[None, :], other=0)
+                scales = tl.load(scales_ptr + start // GROUP + g[None, :], mask=inside_g[None, :], other=0)
                 x_even = tl.load(x_rows + start + kk[:, None], mask=inside[:, None], other=0)
                 x_odd = tl.load(x_rows + I // 2 + start + kk[:, None], mask=inside[:, None], other=0)
-            even, odd = _scaled(codes, scales, BITS)
+            even, odd = e2m1_scaled(codes, scales, GROUP, FP8_TYPE, BITS)
             out = tl.dot(even, x_even, out, input_precision="ieee")
             out = tl.dot(odd, x_odd, out, input_precision="ieee")
-        back: tl.constexpr = _BACK if BITS else 1.0
-        out *= tl.load((record + GLOBALS).to(tl.pointer_type(tl.float32))) * back
+        if GROUP == NVFP4_GROUP:
+            back: tl.constexpr = BACK if BITS else 1.0
+            out *= tl.load((record + GLOBALS).to(tl.pointer_type(tl.float32))) * back
+        if QUANTISED:
+            out *= in_scale
+    elif FP8:
+        kk = tl.arange(0, BLOCK_K)
+        columns: tl.constexpr = (I + SCALE_K - 1) // SCALE_K
+        codes_ptr = record + FIELD + row[:, None] * I
+        scales_ptr = (record + SCALES).to(tl.pointer_type(tl.float32)) + (row // SCALE_N) * columns
+        for start in tl.range(0, I, BLOCK_K, num_stages=STAGES):
+            x = tl.load(x_rows + start + kk[:, None], mask=(kk < I - start)[:, None], other=0)
+            out = fp8_add(out, codes_ptr, scales_ptr, x, start, I, SCALE_K, BLOCK_K, BITS)
+        out = fp8_end(out, scales_ptr, I, SCALE_K)
     else:
         kk = tl.arange(0, BLOCK_K)
         w_ptr = (record + FIELD).to(tl.pointer_type(mid_ptr.dtype.element_ty)) + row[:, None] * I
@@ -377,6 +413,8 @@ def _down(
             w = tl.load(w_ptr + start + kk[None, :], mask=inside[None, :], other=0)
             x = tl.load(x_rows + start + kk[:, None], mask=inside[:, None], other=0)
             out = tl.dot(w, x, out, input_precision="ieee")
+    if BIASES:
+        out += tl.load((record + BIASES).to(tl.pointer_type(tl.float32)) + row)[:, None]
     out *= tl.load(weights_ptr + route)[None, :]
     where = out_ptr + route[None, :] * H + n[:, None]
     tl.store(where, out.to(out_ptr.dtype.element_ty), mask=live[None, :] & (n < H)[:, None])

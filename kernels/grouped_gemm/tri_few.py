@@ -7,8 +7,9 @@ soon and how many loads of W are under way. A thread loads 16 bytes of a row of 
 them, without shared memory and so without a barrier in the loop; its sums meet once, at the end. An expert with several
 routes is read once for each, out of the L2 but for the first time.
 
-NVFP4: a word holds eight k. Two nibbles at a time are put into the exponents of a pair of float16, which are then their
-values times 2^-14, exactly; products and sums are float32, and a block's scale multiplies the sum of its words.
+NVFP4 and MXFP4: a word holds eight k. Two nibbles at a time are put into the exponents of a pair of float16, which are
+then their values times 2^-14, exactly; products and sums are float32, and a block's scale multiplies the sum of its
+words.
 
 A row's values depend on x, its expert and the tile, on nothing else.
 """
@@ -22,6 +23,10 @@ import triton.language as tl
 
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm.cost import Tile, Tiles
+from kernels.grouped_gemm.ref import NO_SCALES, InputScales
+from kernels.grouped_gemm.tri import format_arguments, has_fp8_type
+from kernels.grouped_gemm.tri_decode import NVFP4_GROUP, e4m3, e4m3_scales, e8m0
+from kernels.grouped_gemm.tri_inputs import activation, quantised_vector
 from kernels.moe_align import Blocks
 
 _DECODE = tl.constexpr("""
@@ -54,13 +59,14 @@ def grouped_gemm_slots(
     tiles: Tiles,
     mid: torch.Tensor,
     out_rows: torch.Tensor,
+    input_scales: InputScales = NO_SCALES,
 ) -> None:
     """Of blocks of one row; x as it is."""
     if blocks.routes.shape[0] == 0:
         return
     x, weights, k = x.contiguous(), weights.contiguous(), weights.shape[1]
-    gate_up(x, blocks, span, slot_of, pool, layout, k, tiles.gate_up, mid)
-    down(mid, weights, blocks, span, slot_of, pool, layout, tiles.down, out_rows)
+    gate_up(x, blocks, span, slot_of, pool, layout, k, tiles.gate_up, mid, input_scales)
+    down(mid, weights, blocks, span, slot_of, pool, layout, tiles.down, out_rows, input_scales)
 
 
 def gate_up(
@@ -73,11 +79,13 @@ def gate_up(
     k: int,
     tile: Tile,
     mid: torch.Tensor,
+    input_scales: InputScales = NO_SCALES,
 ) -> None:
-    """mid[i] = silu(gate) * up of sorted route i."""
+    """mid[i] = act(gate, up) of sorted route i."""
     grid = (triton.cdiv(layout.intermediate, tile.block_n) * blocks.routes.shape[0],)
-    options = arguments(layout, "gate_up", tile)
-    _gate_up[grid](x, mid, pool, slot_of, span, blocks.routes, blocks.expert, K=k, **options)
+    options = arguments(layout, "gate_up", tile, has_fp8_type())
+    tables = (pool, slot_of, span, blocks.routes, blocks.expert)
+    _gate_up[grid](x, mid, *tables, *input_scales, K=k, LIMIT=layout.kind.swiglu_limit or 0.0, **options)
 
 
 def down(
@@ -90,28 +98,24 @@ def down(
     layout: RecordLayout,
     tile: Tile,
     out_rows: torch.Tensor,
+    input_scales: InputScales = NO_SCALES,
 ) -> None:
     """out_rows[routes[i]] = weights[routes[i]] * (down of mid[i])."""
     grid = (triton.cdiv(layout.hidden, tile.block_n) * blocks.routes.shape[0],)
-    options = arguments(layout, "down", tile)
-    _down[grid](mid, out_rows, weights, pool, slot_of, span, blocks.routes, blocks.expert, **options)
+    options = arguments(layout, "down", tile, has_fp8_type())
+    tables = (pool, slot_of, span, blocks.routes, blocks.expert)
+    _down[grid](mid, out_rows, weights, *tables, input_scales.down, **options)
 
 
 @functools.cache
-def arguments(layout: RecordLayout, matrix: str, tile: Tile) -> dict[str, Any]:
+def arguments(layout: RecordLayout, matrix: str, tile: Tile, fp8_type: bool = True) -> dict[str, Any]:
     """Constants and options of a kernel; not to be changed."""
-    nvfp4 = layout.format == "nvfp4"
+    fp4 = layout.format in ("nvfp4", "mxfp4")
     return {
-        "H": layout.hidden,
-        "I": layout.intermediate,
-        "RECORD": layout.record_nbytes,
-        "FIELD": layout.field(matrix).offset,
-        "SCALES": layout.field(f"{matrix}_scale").offset if nvfp4 else 0,
-        "GLOBALS": layout.field(f"{matrix}_global").offset if nvfp4 else 0,
-        "NVFP4": nvfp4,
+        **format_arguments(layout, matrix, fp8_type),
         "PTX": isinstance(_gate_up, triton.JITFunction),
         "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k // 4 if nvfp4 else tile.block_k,
+        "BLOCK_K": tile.block_k // 4 if fp4 else tile.block_k,
         "UNROLL": tile.stages,
         "num_warps": tile.warps,
     }
@@ -180,18 +184,41 @@ def _eights(x_row, start, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _products(codes, x, PTX: tl.constexpr):
-    """[N, BLOCK_K // 2]: the sum over the 16 k of two words, one block, of value * 2^-14 * x."""
+def _products(codes, x, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """[N, BLOCK_K // WORDS]: the sum over the k of one block's words of value * 2^-14 * x."""
     v = _decode(codes, PTX)
     total = v[0] * x[0][None, :]
     for i in tl.static_range(1, 8):
         total += v[i] * x[i][None, :]
-    return tl.sum(tl.reshape(total, (codes.shape[0], codes.shape[1] // 2, 2)), 2)
+    return tl.sum(tl.reshape(total, (codes.shape[0], codes.shape[1] // WORDS, WORDS)), 2)
 
 
 @triton.jit
-def _scales(address, mask):
-    return tl.load(address, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+def _scales(address, mask, GROUP: tl.constexpr, FP8_TYPE: tl.constexpr):
+    scales = tl.load(address, mask=mask, other=0)
+    return e4m3_scales(scales, FP8_TYPE) if GROUP == NVFP4_GROUP else e8m0(scales)
+
+
+@triton.jit
+def _fp8_products(
+    w_ptr,  # [N, 1]: where the rows of codes start
+    scales_ptr,  # [N, 1]: where their scales start
+    x,  # [1, BLOCK_K] float32
+    place,  # [1, BLOCK_K] int32
+    start,
+    SIZE: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[N, BLOCK_K]: value * x, under the scales if there are several along a row."""
+    inside = place < SIZE
+    products = e4m3(tl.load(w_ptr + place, mask=inside, other=0)) * x
+    if SCALE_K >= SIZE:
+        return products
+    elif SCALE_K % BLOCK_K == 0:
+        return products * tl.load(scales_ptr + start // SCALE_K)
+    else:
+        return products * tl.load(scales_ptr + place // SCALE_K, mask=inside, other=0)
 
 
 @triton.jit
@@ -211,6 +238,8 @@ def _gate_up(
     span_ptr,  # [2] int32
     routes_ptr,
     expert_ptr,
+    in_scale,  # of quantised inputs, as down_scale
+    down_scale,
     K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
@@ -218,7 +247,14 @@ def _gate_up(
     FIELD: tl.constexpr,
     SCALES: tl.constexpr,
     GLOBALS: tl.constexpr,
-    NVFP4: tl.constexpr,
+    BIASES: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    FP8_TYPE: tl.constexpr,
+    LIMIT: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -234,25 +270,49 @@ def _gate_up(
     n = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, I - 1)[:, None]  # rows past the end are computed and not stored
     kk = tl.arange(0, BLOCK_K)[None, :]
-    if NVFP4:
-        g = tl.arange(0, BLOCK_K // 2)[None, :]
-        gate = tl.zeros((BLOCK_N, BLOCK_K // 2), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_K // 2), tl.float32)
+    if GROUP:
+        words: tl.constexpr = GROUP // 4  # of codes, under one scale
+        g = tl.arange(0, BLOCK_K // words)[None, :]
+        gate = tl.zeros((BLOCK_N, BLOCK_K // words), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_K // words), tl.float32)
         codes_ptr = (record + FIELD).to(tl.pointer_type(tl.int32)) + row * (H // 8)
-        scales_ptr = record + SCALES + row * (H // 16)
+        scales_ptr = record + SCALES + row * (H // (2 * GROUP))
         for start in tl.range(0, H // 8, BLOCK_K, loop_unroll_factor=UNROLL):
             inside = start + kk < H // 8
             gate_codes = tl.load(codes_ptr + start + kk, mask=inside, other=0)
             up_codes = tl.load(codes_ptr + I * (H // 8) + start + kk, mask=inside, other=0)
-            inside = start // 2 + g < H // 16
-            gate_scales = _scales(scales_ptr + start // 2 + g, inside)
-            up_scales = _scales(scales_ptr + I * (H // 16) + start // 2 + g, inside)
+            inside = start // words + g < H // (2 * GROUP)
+            gate_scales = _scales(scales_ptr + start // words + g, inside, GROUP, FP8_TYPE)
+            up_scales = _scales(scales_ptr + I * (H // (2 * GROUP)) + start // words + g, inside, GROUP, FP8_TYPE)
             x = _eights(x_row, start, H // 8, BLOCK_K)
-            gate += _products(gate_codes, x, PTX) * gate_scales
-            up += _products(up_codes, x, PTX) * up_scales
-        globals_ptr = (record + GLOBALS).to(tl.pointer_type(tl.float32))
-        gate_sum = tl.sum(gate, 1) * (tl.load(globals_ptr) * _BACK)
-        up_sum = tl.sum(up, 1) * (tl.load(globals_ptr + 1) * _BACK)
+            gate += _products(gate_codes, x, words, PTX) * gate_scales
+            up += _products(up_codes, x, words, PTX) * up_scales
+        if GROUP == NVFP4_GROUP:
+            globals_ptr = (record + GLOBALS).to(tl.pointer_type(tl.float32))
+            gate_sum = tl.sum(gate, 1) * (tl.load(globals_ptr) * _BACK)
+            up_sum = tl.sum(up, 1) * (tl.load(globals_ptr + 1) * _BACK)
+        else:
+            gate_sum = tl.sum(gate, 1) * _BACK
+            up_sum = tl.sum(up, 1) * _BACK
+        if QUANTISED:
+            gate_sum *= in_scale
+            up_sum *= in_scale
+    elif FP8:
+        columns: tl.constexpr = (H + SCALE_K - 1) // SCALE_K
+        gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        w_ptr = record + FIELD + row * H
+        gate_scales_ptr = (record + SCALES).to(tl.pointer_type(tl.float32)) + (row // SCALE_N) * columns
+        up_scales_ptr = gate_scales_ptr + (I + SCALE_N - 1) // SCALE_N * columns
+        for start in tl.range(0, H, BLOCK_K, loop_unroll_factor=UNROLL):
+            x = tl.load(x_row + start + kk, mask=start + kk < H, other=0).to(tl.float32)
+            gate += _fp8_products(w_ptr, gate_scales_ptr, x, start + kk, start, H, SCALE_K, BLOCK_K)
+            up += _fp8_products(w_ptr + I * H, up_scales_ptr, x, start + kk, start, H, SCALE_K, BLOCK_K)
+        gate_sum = tl.sum(gate, 1)
+        up_sum = tl.sum(up, 1)
+        if SCALE_K >= H:
+            gate_sum *= tl.load(tl.reshape(gate_scales_ptr, (BLOCK_N,)))
+            up_sum *= tl.load(tl.reshape(up_scales_ptr, (BLOCK_N,)))
     else:
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -266,7 +326,13 @@ def _gate_up(
             up += up_w * x
         gate_sum = tl.sum(gate, 1)
         up_sum = tl.sum(up, 1)
-    hidden = gate_sum / (1 + tl.exp(-gate_sum)) * up_sum
+    if BIASES:
+        biases_ptr = (record + BIASES).to(tl.pointer_type(tl.float32)) + tl.minimum(n, I - 1)
+        gate_sum += tl.load(biases_ptr)
+        up_sum += tl.load(biases_ptr + I)
+    hidden = activation(gate_sum, up_sum, LIMIT)
+    if QUANTISED:
+        hidden = quantised_vector(hidden.to(mid_ptr.dtype.element_ty).to(tl.float32), down_scale)
     tl.store(mid_ptr + place.to(tl.int64) * I + n, hidden.to(mid_ptr.dtype.element_ty), mask=n < I)
 
 
@@ -280,13 +346,20 @@ def _down(
     span_ptr,  # [2] int32
     routes_ptr,
     expert_ptr,
+    in_scale,  # of quantised inputs
     H: tl.constexpr,
     I: tl.constexpr,
     RECORD: tl.constexpr,
     FIELD: tl.constexpr,
     SCALES: tl.constexpr,
     GLOBALS: tl.constexpr,
-    NVFP4: tl.constexpr,
+    BIASES: tl.constexpr,
+    GROUP: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    FP8_TYPE: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -303,16 +376,34 @@ def _down(
     row = tl.minimum(n, H - 1)[:, None]  # rows past the end are computed and not stored
     kk = tl.arange(0, BLOCK_K)[None, :]
     weight = tl.load(weights_ptr + route)
-    if NVFP4:
-        g = tl.arange(0, BLOCK_K // 2)[None, :]
-        out = tl.zeros((BLOCK_N, BLOCK_K // 2), tl.float32)
+    factor = 1.0
+    if GROUP:
+        words: tl.constexpr = GROUP // 4  # of codes, under one scale
+        g = tl.arange(0, BLOCK_K // words)[None, :]
+        out = tl.zeros((BLOCK_N, BLOCK_K // words), tl.float32)
         codes_ptr = (record + FIELD).to(tl.pointer_type(tl.int32)) + row * (I // 8)
-        scales_ptr = record + SCALES + row * (I // 16)
+        scales_ptr = record + SCALES + row * (I // (2 * GROUP))
         for start in tl.range(0, I // 8, BLOCK_K, loop_unroll_factor=UNROLL):
             codes = tl.load(codes_ptr + start + kk, mask=start + kk < I // 8, other=0)
-            scales = _scales(scales_ptr + start // 2 + g, start // 2 + g < I // 16)
-            out += _products(codes, _eights(x_row, start, I // 8, BLOCK_K), PTX) * scales
-        weight *= tl.load((record + GLOBALS).to(tl.pointer_type(tl.float32))) * _BACK
+            scales = _scales(scales_ptr + start // words + g, start // words + g < I // (2 * GROUP), GROUP, FP8_TYPE)
+            out += _products(codes, _eights(x_row, start, I // 8, BLOCK_K), words, PTX) * scales
+        factor = _BACK
+        if GROUP == NVFP4_GROUP:
+            factor = tl.load((record + GLOBALS).to(tl.pointer_type(tl.float32))) * _BACK
+        if QUANTISED:
+            factor *= in_scale
+        total = tl.sum(out, 1)
+    elif FP8:
+        columns: tl.constexpr = (I + SCALE_K - 1) // SCALE_K
+        out = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        w_ptr = record + FIELD + row * I
+        scales_ptr = (record + SCALES).to(tl.pointer_type(tl.float32)) + (row // SCALE_N) * columns
+        for start in tl.range(0, I, BLOCK_K, loop_unroll_factor=UNROLL):
+            x = tl.load(x_row + start + kk, mask=start + kk < I, other=0).to(tl.float32)
+            out += _fp8_products(w_ptr, scales_ptr, x, start + kk, start, I, SCALE_K, BLOCK_K)
+        total = tl.sum(out, 1)
+        if SCALE_K >= I:
+            total *= tl.load(tl.reshape(scales_ptr, (BLOCK_N,)))
     else:
         out = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         w_ptr = (record + FIELD).to(tl.pointer_type(mid_ptr.dtype.element_ty)) + row * I
@@ -320,5 +411,11 @@ def _down(
             inside = start + kk < I
             w = tl.load(w_ptr + start + kk, mask=inside, other=0).to(tl.float32)
             out += w * tl.load(x_row + start + kk, mask=inside, other=0).to(tl.float32)
-    total = tl.sum(out, 1) * weight
+        total = tl.sum(out, 1)
+    if BIASES:
+        total *= factor
+        total += tl.load((record + BIASES).to(tl.pointer_type(tl.float32)) + tl.minimum(n, H - 1))
+        total *= weight
+    else:
+        total *= weight * factor
     tl.store(out_ptr + route * H + n, total.to(out_ptr.dtype.element_ty), mask=n < H)

@@ -18,8 +18,10 @@ from kernels.grouped_gemm import (
     cost,
     grouped_gemm,
     grouped_gemm_slots,
+    variant,
 )
 from kernels.moe_align import Alignment, blocks, moe_align
+from kernels.quant import quantised_inputs
 from kernels.topk_route import topk_route
 from tests.kernels import device_checks
 from tests.kernels.expert_records import KINDS, Experts
@@ -303,6 +305,7 @@ def test_the_triton_kernels_compile_for_sm_90(format_name: str, tokens: int) -> 
 def kernel_types() -> dict[str, str]:
     tables = ("slot_of", "span", "routes", "starts", "expert", "first", "rows")
     types = {f"{name}_ptr": "*i32" for name in tables} | {"pool_ptr": "*u8", "weights_ptr": "*fp32"}
+    types |= dict.fromkeys(("in_scale", "down_scale"), "fp32")
     return types | dict.fromkeys(("x_ptr", "mid_ptr", "out_ptr"), "*bf16")
 
 
@@ -317,13 +320,41 @@ def test_the_kernels_of_few_tokens_compile_for_sm_90(format_name: str, geometry:
     record = layout(format_name, *geometry)
     tiles = cost.tiles(1, 10, 512, format_name)
     for kernel, arguments in (
-        (tri_few._gate_up, {"K": 10, **tri_few.arguments(record, "gate_up", tiles.gate_up)}),
+        (tri_few._gate_up, {"K": 10, "LIMIT": 0.0, **tri_few.arguments(record, "gate_up", tiles.gate_up)}),
         (tri_few._down, tri_few.arguments(record, "down", tiles.down)),
     ):
         types = {name: kind for name, kind in kernel_types().items() if name in kernel.arg_names}
         text = compile_for(90, kernel, types, arguments).asm["ptx"]
         assert text.count("bar.sync") <= 1 and ".ftz" not in text
         assert "ld.global.v4.b32" in text or geometry == (96, 48)  # whose rows start in the middle of 16 bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("gpt-oss", 90), ("w4a4", 90), ("w4a4", 80), ("fp8_block", 90), ("blocks of 128", 80), ("fp8_tensor", 90)],
+)
+def test_the_kernels_of_every_kind_compile(kind: str, capability: int) -> None:
+    """Against the shared memory, and without a spilled register in tiles of up to 32 rows; on sm_80 without its type
+    for E4M3, which it lacks, and on sm_90 with warpgroup matrix instructions."""
+    pytest.importorskip("triton")
+    from kernels.grouped_gemm import tri, tri_few
+    from tests.kernels.compiled_for import expect_fits
+
+    record = layout(KINDS.get(kind, ExpertFormat("fp8_block", block=(128, 128))), 1024, 736)
+    new = capability >= 89
+    tiles = variant(1024, 10, 512, record)
+    few = variant(1, 10, 512, record)
+    limit = record.kind.swiglu_limit or 0.0
+    for kernel, arguments in (
+        (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up, new)),
+        (tri._down, tri.down_arguments(record, tiles.down, new)),
+        (tri_few._gate_up, {"K": 10, "LIMIT": limit, **tri_few.arguments(record, "gate_up", few.gate_up, new)}),
+        (tri_few._down, tri_few.arguments(record, "down", few.down, new)),
+    ):
+        types = {name: kind for name, kind in kernel_types().items() if name in kernel.arg_names}
+        text = expect_fits(kernel, types, arguments, capability).asm["ptx"]
+        assert ".ftz" not in text and ("e4m3" not in text or new)
+        assert ("wgmma" in text) == (new and "BLOCK_M" in arguments)
 
 
 def test_the_text_that_decodes_a_word_gives_its_eight_values() -> None:
@@ -337,6 +368,20 @@ def test_the_text_that_decodes_a_word_gives_its_eight_values() -> None:
     values = carry_out(tri_few._DECODE.value, {"$8": words})
     for i in range(8):
         np.testing.assert_array_equal(values[f"${i}"] * np.float32(2**14), table[(words >> np.uint32(4 * i)) & 15])
+
+
+def test_the_text_that_decodes_e4m3_gives_its_numbers() -> None:
+    """Against torch's float8_e4m3fn, by carrying out the text's instructions on all codes in all four places."""
+    pytest.importorskip("triton")
+    from kernels.grouped_gemm import tri_decode
+
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    for place in range(4):
+        words = codes.astype(np.uint32) << np.uint32(8 * place)
+        values = carry_out(tri_decode._E4M3.value, {"$2": words})[f"${place // 2}"]
+        halves = values.view(np.uint16).reshape(-1, 2)[:, place % 2].astype(np.uint32) << 16  # bfloat16 as float32
+        np.testing.assert_array_equal(halves.view(np.float32) * np.float32(2.0**120), expected)
 
 
 def carry_out(text: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -359,6 +404,14 @@ def carry_out(text: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarr
             case ["lop3", _]:
                 assert operands[4] == "0xEA"
                 registers[operands[0]] = (get(operands[1]) & get(operands[2])) | get(operands[3])
+            case ["or", _]:
+                registers[operands[0]] = get(operands[1]) | get(operands[2])
+            case ["prmt", _]:
+                assert operands[2] == "0"
+                source, selected = get(operands[1]).view(np.uint8).reshape(-1, 4), int(operands[3], 16)
+                picked = [selected >> 4 * i & 0xF for i in range(4)]
+                columns = [source[:, at] if at < 4 else np.zeros_like(source[:, 0]) for at in picked]
+                registers[operands[0]] = np.stack(columns, axis=1).reshape(-1).view(np.uint32)
             case ["mov", _]:
                 halves = get(operands[2]).view(np.uint16).reshape(-1, 2)
                 registers[operands[0]], registers[operands[1]] = halves[:, 0], halves[:, 1]
@@ -369,7 +422,7 @@ def carry_out(text: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarr
     return registers
 
 
-@pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16", "float32"])
+@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4", "fp8_block", "bfloat16", "float32"])
 def test_tiles_take_whole_blocks_of_the_format(format_name: str) -> None:
     """Against what the kernels need: powers of two, one block_m for both, 1 row or at least 16, whole scale words."""
     for tokens in (0, 1, 16, 17, 100, 1000, 5000, 100_000):
@@ -393,7 +446,40 @@ def test_the_device_s_rows_are_those_of_float64(format_name: str, tokens: int, h
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format_name", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nvfp4"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"), [(1, 512, 160), (16, 96, 192), (37, 96, 64), (300, 512, 320), (900, 96, 64)]
+)
+def test_the_device_s_rows_of_every_kind_are_those_of_float64(
+    kind: str, tokens: int, hidden: int, intermediate: int
+) -> None:
+    """Against the exact values of the records; of FP8 with sizes that are multiples of nothing."""
+    if kind.startswith("fp8"):
+        hidden, intermediate = hidden + 13, intermediate + 7
+    device_checks.values(kind, tokens, hidden, intermediate, 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "tokens"), [((128, 128), 7), ((128, 128), 300), ((1, 4096), 300), ((64, 64), 2000)])
+def test_the_device_s_rows_of_fp8_blocks_are_those_of_float64(block: tuple[int, int], tokens: int) -> None:
+    """Scales that apply to whole steps, or to whole rows."""
+    device_checks.values(ExpertFormat("fp8_block", block), tokens, 392, 200, 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_device_s_quantised_inputs_are_the_reference_s(dtype: torch.dtype) -> None:
+    """Against the CPU, as equality of bits."""
+    from kernels.grouped_gemm import tri_inputs
+
+    x = (torch.randn(64, 2576, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    x[0, :16], x[1, 5] = 0, 1e6
+    for input_scale in (0.0123, 2.0**-9):
+        assert torch.equal(tri_inputs.quantised(x.cuda(), input_scale).cpu(), quantised_inputs(x, input_scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format_name", [*KINDS, "bfloat16"])
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "k"), [(1, 64, 10), (6, 64, 10), (7, 64, 10), (16, 64, 10), (600, 8, 2), (1024, 64, 10)]
 )
