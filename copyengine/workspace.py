@@ -8,6 +8,9 @@ ATTENTION_ROWS = 512
 LATENT_PAIRS = 512
 """Pairs of row and head whose scores are held at once on the host: BLOCK_PAIRS of kernels/latent_attention/ref.py."""
 
+SINK_SCORES = 1 << 20
+"""Scores that attention with sinks writes out at once on the host, or those of one row: of kernels/attention/ref.py."""
+
 CHANGED_ROWS = 4
 CHANGED_NBYTES = 50
 """Rows with changed logits that are drawn at once, BLOCK_ROWS of worker/drawing.py, and what that takes per row and
@@ -40,13 +43,21 @@ def context_nbytes(spec: ModelSpec, dtype: str, tokens: int, kv_tokens: int) -> 
     """Bytes that attention takes on the host for the context of one sequence of all positions that the pages can hold.
 
     Keys and values are gathered from their pages, then repeated for each head; the mask of ATTENTION_ROWS rows is held
-    as bool and as `dtype`. Scores [heads, T, context] are not held, but of LATENT_PAIRS
-    rows over latents. Measured at T = 512, 16 heads and 4 KV heads of 64,
+    as bool and as `dtype`. Scores [heads, T, context] are not held, but of LATENT_PAIRS rows over latents, and with
+    sinks SINK_SCORES of them, up to four times in float32. Measured at T = 512, 16 heads and 4 KV heads of 64,
     16,384 positions: peak 185 MB of float32 and 101 of bfloat16, where this says 210 and 109 (torch 2.13, 2-core AMD
     EPYC, 2026-11).
     """
     context = min(spec.max_position, kv_tokens)
-    return context * max(_context_nbytes(layer.attention, tokens, ITEMSIZE[dtype]) for layer in spec.layers)
+    row = max(_context_nbytes(layer.attention, tokens, ITEMSIZE[dtype]) for layer in spec.layers)
+    return context * row + _sink_nbytes(spec, context)
+
+
+def _sink_nbytes(spec: ModelSpec, context: int) -> int:
+    """Of the scores that attention with sinks writes out."""
+    attentions = (layer.attention for layer in spec.layers)
+    heads = max((a.heads for a in attentions if isinstance(a, GqaSpec) and a.sinks), default=0)
+    return 4 * 4 * max(SINK_SCORES, heads * context) if heads else 0
 
 
 def _context_nbytes(spec: GqaSpec | GatedDeltaSpec | MlaSpec, tokens: int, itemsize: int) -> int:

@@ -14,11 +14,13 @@ from copyengine.workspace import (
     DRAW_CANDIDATES,
     DRAW_CHUNK,
     LATENT_PAIRS,
+    SINK_SCORES,
     context_nbytes,
     gpu_step_nbytes,
     host_step_nbytes,
 )
 from kernels.attention.ref import QUERY_BLOCK
+from kernels.attention.ref import SINK_SCORES as SCORES_AT_ONCE
 from kernels.latent_attention.ref import BLOCK_PAIRS
 from worker.drawing import BLOCK_ROWS
 
@@ -51,6 +53,17 @@ def test_latent_attention() -> None:
     row = 5 + 2 * (4 + 2 * 2 + 6) + 3 * 8 + 2 * (6 + 2 * 3)
     assert gpu_step_nbytes(spec, "bfloat16", 2, 0) - CUBLAS_NBYTES == 3 * (2 * (3 * 8 + row) + 8 * 2)
     assert host_step_nbytes(spec, 1, 0) == 4 * (4 * 8 + row) + 10 * 48
+
+
+def test_attention_with_sinks_writes_scores_out() -> None:
+    """By hand: four times, in float32, a million of them, or one row's of 2 heads."""
+    plain = spec_of(msgspec.structs.replace(TINY, max_position=2_000_000))
+    layer = plain.layers[0]
+    sinks = msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, sinks=True))
+    spec = msgspec.structs.replace(plain, layers=(layer, sinks))
+    for context, scores in ((1000, SINK_SCORES), (1_000_000, 2 * 1_000_000)):
+        more = context_nbytes(spec, "float32", 512, context) - context_nbytes(plain, "float32", 512, context)
+        assert more == 16 * scores
 
 
 def test_a_step_on_the_host() -> None:
@@ -92,6 +105,7 @@ def test_every_running_sequence_has_a_row_of_logits() -> None:
 def test_rows_that_are_taken_at_once_are_those_of_who_takes_them() -> None:
     """Against their own constants, which this module must not import: they bring torch."""
     assert ATTENTION_ROWS == QUERY_BLOCK and LATENT_PAIRS == BLOCK_PAIRS and CHANGED_ROWS == BLOCK_ROWS
+    assert SINK_SCORES == SCORES_AT_ONCE
 
 
 def test_what_drawing_takes_on_a_gpu_is_what_its_kernels_are_given() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from copyengine.families import parse_spec
 from copyengine.model_spec import DenseSpec, ModelSpec, MoeSpec, RopeSpec
+from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
 from kernels.formats import ExpertFormat
 from tests.gqa_layers import gqa_of
@@ -191,6 +192,81 @@ def test_qwen2_moe() -> None:
     assert not gqa_of(parse_spec(config | {"qkv_bias": False}).layers[1]).qkv_bias
     with pytest.raises(ConfigError, match="shared_expert_intermediate_size is missing"):
         parse_spec(without(config, "shared_expert_intermediate_size"))
+
+
+GPT_OSS: dict[str, Any] = {  # gpt-oss-20b's config.json
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss() -> None:
+    """As on the hub; what transformers' GptOssConfig takes where nothing is stated; what is refused."""
+    spec = parse_spec(GPT_OSS)
+    assert moe_of(spec) == MoeSpec(32, 4, 2880, True, router_bias=True, softmax_chosen=True)
+    assert spec.expert_format == ExpertFormat("mxfp4", bias=True, swiglu_limit=7.0)
+    assert [gqa_of(layer).window for layer in spec.layers] == [128, None] * 12
+    attention = gqa_of(spec.layers[0])
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.sinks) == (64, 8, 64, True)
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm, spec.norm_eps) == (True, True, False, 1e-5)
+    assert attention.rope == RopeSpec(150000.0, "yarn", 32.0, 4096, truncate=False)
+    plain = without(GPT_OSS, "quantization_config")
+    assert parse_spec(plain).expert_format == ExpertFormat(bias=True, swiglu_limit=7.0)
+    unsaid = ("attention_bias", "head_dim", "layer_types", "rope_scaling", "rope_theta", "sliding_window")
+    bare = without(GPT_OSS, *unsaid, "swiglu_limit", "max_position_embeddings", "rms_norm_eps", "hidden_act")
+    assert parse_spec(bare) == spec
+    everywhere = parse_spec(GPT_OSS | {"layer_types": ["full_attention"] * 24})
+    assert {gqa_of(layer).window for layer in everywhere.layers} == {None}
+    for change, word in (
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha"),
+        ({"swiglu_limit": 0}, "swiglu_limit"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"intermediate_size": 2872}, "multiples of 32"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            record_layout(parse_spec(GPT_OSS | change), "bfloat16")
 
 
 def test_the_geometry_of_flash_next() -> None:
