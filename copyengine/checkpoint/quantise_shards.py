@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from copyengine.checkpoint.checks import DTYPES
+from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.nvfp4 import global_of, quantise, reciprocal, squared_error
 from copyengine.checkpoint.parallel import run_all
 from copyengine.checkpoint.quantise_plan import Copied, Linear, Quantised, Shard
-from copyengine.checkpoint.reader import NUMPY_DTYPE, Files, OnBytes, as_bytes
+from copyengine.checkpoint.reader import NUMPY_DTYPE, OnBytes, as_bytes
 from copyengine.checkpoint.schemes import Kind, Scheme
 from copyengine.checkpoint.shard_file import ShardFile
 from copyengine.wire.errors import ConfigError

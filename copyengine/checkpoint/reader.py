@@ -1,10 +1,11 @@
 """Reads a checkpoint's weights, each byte once, in the order of the files, converting element types on the way."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from io import FileIO
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from copyengine.checkpoint.checks import DTYPES, Linear
 from copyengine.checkpoint.dequantise import dequantised
+from copyengine.checkpoint.direct import DirectFiles, is_better_direct
+from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.finish import finish
 from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.parallel import run_all
@@ -33,6 +36,9 @@ NUMPY_DTYPE: dict[str, np.dtype[np.generic]] = {
 
 FIELD_DTYPES = {**DTYPES, "U8": "uint8", "F8_E8M0": "uint8", "F8_E4M3": "float8_e4m3"}
 """safetensors' spelling -> ours, of the element types that the tensors of experts may have."""
+
+NEAR_NBYTES = 64 << 10
+"""Pieces of a file with no more than this between them are read in one go where it is read directly."""
 
 READER_THREADS = 4
 BATCH_NBYTES = 32 << 20
@@ -56,6 +62,11 @@ class _Piece(Struct, frozen=True):
     order: Order
     rows: int  # of the field's part
 
+    @property
+    def end(self) -> int:
+        """In the file."""
+        return self.offset + self.nbytes
+
 
 def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """Every tensor but the experts as (canonical name, array of `dtype` or what `dtype_of` says), in the order of the
@@ -75,14 +86,26 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
             yield name, _convert(source, dtype_of(name, dtype), ref.path, name)
 
 
-def read_experts(model: Model, layout: RecordLayout, banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
+def read_experts(
+    model: Model,
+    layout: RecordLayout,
+    banks: Sequence[NDArray[np.uint8]],
+    on_bytes: OnBytes,
+    direct: bool | None = None,
+) -> int:
     """Fill `banks[l]` ([E, record_nbytes] uint8) with the experts as `layout` places them; returns the bytes read.
 
-    Straight from the file where element type and order are the field's. ConfigError as for `read_dense`, and for a
-    scale or a global that makes no number of a code.
+    Straight from the file where element type and order are the field's. `direct` is whether files are read past the
+    page cache; if not given, where that is better. ConfigError as for `read_dense`, and for a scale or a global that
+    makes no number of a code.
     """
-    batches = _batches(_pieces(model, layout))
-    work = [partial(_read_batch, batch, banks, on_bytes) for batch in batches]
+    pieces = _pieces(model, layout)
+    if direct is None:
+        direct = is_better_direct(sum(piece.nbytes for piece in pieces))
+    unused: SimpleQueue[Files | DirectFiles] = SimpleQueue()
+    for _ in range(READER_THREADS):
+        unused.put(DirectFiles() if direct else Files())
+    work = [partial(_read_batch, batch, banks, on_bytes, unused) for batch in _batches(pieces)]
     return sum(run_all(work, READER_THREADS, "checkpoint-reader"))
 
 
@@ -139,17 +162,22 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
             yield pieces[low:high]
 
 
-def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_bytes: OnBytes) -> int:
+def _read_batch(
+    batch: Sequence[_Piece],
+    banks: Sequence[NDArray[np.uint8]],
+    on_bytes: OnBytes,
+    unused: "SimpleQueue[Files | DirectFiles]",
+) -> int:
     total = 0
-    with Files() as files:
-        for piece in batch:
+    with _taken(unused) as files:
+        for piece, stop in zip(batch, _stops(batch), strict=True):
             record = banks[piece.bank][piece.expert, piece.start : piece.stop]
             if piece.dtype == piece.field_dtype and piece.order == AS_IT_IS:
-                files.read_into(piece.path, piece.offset, record.data)
+                files.read_into(piece.path, piece.offset, record.data, stop)
             else:
                 dtype = NUMPY_DTYPE.get(piece.dtype, np.dtype(np.uint8))
                 source = np.empty(piece.nbytes // dtype.itemsize, dtype)
-                files.read_into(piece.path, piece.offset, as_bytes(source))
+                files.read_into(piece.path, piece.offset, as_bytes(source), stop)
                 if piece.dtype != piece.field_dtype:
                     source = _convert(source, piece.field_dtype, piece.path, piece.source)
                 piece.order.fill(record, source, piece.rows)
@@ -159,35 +187,24 @@ def _read_batch(batch: Sequence[_Piece], banks: Sequence[NDArray[np.uint8]], on_
     return total
 
 
-class Files:
-    """The file that is being read, kept open until another one is asked for."""
+def _stops(batch: Sequence[_Piece]) -> list[int]:
+    """For each piece the end of the last of those behind it in the file that follow each other closely."""
+    stops = [piece.end for piece in batch]
+    for i in reversed(range(len(batch) - 1)):
+        if batch[i + 1].offset - batch[i].end <= NEAR_NBYTES:
+            stops[i] = stops[i + 1]
+    return stops
 
-    def __init__(self) -> None:
-        self._file: FileIO | None = None
-        self._path: Path | None = None
 
-    def __enter__(self) -> "Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def read_into(self, path: Path, offset: int, target: memoryview) -> None:
-        """Fill `target` from byte `offset` on. One read returns 2 GiB at most, so it may take several."""
-        try:
-            if self._file is None or path != self._path:
-                self.__exit__()
-                self._file, self._path = FileIO(path), path
-            self._file.seek(offset)
-            filled = 0
-            while filled < len(target):
-                got = self._file.readinto(target[filled:])
-                if not got:
-                    raise ConfigError(f"{path}: cut short at byte {offset + filled} since it was opened")
-                filled += got
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+@contextmanager
+def _taken(unused: "SimpleQueue[Files | DirectFiles]") -> "Iterator[Files | DirectFiles]":
+    """One of those, its file closed afterwards."""
+    files = unused.get()
+    try:
+        with files:
+            yield files
+    finally:
+        unused.put(files)
 
 
 def as_bytes(array: NDArray[np.generic]) -> memoryview:

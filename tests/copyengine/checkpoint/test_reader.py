@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from copyengine.checkpoint import reader
+from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.model import Model, dense_file_nbytes, expert_file_nbytes, open_model
 from copyengine.checkpoint.names import ExpertName
@@ -175,15 +176,15 @@ def test_fields_of_any_type_and_rank(tmp_path: Path, fused: bool) -> None:
 def test_every_byte_is_read_once_and_in_order(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the files' own sizes: all reads together cover the tensors' bytes of every shard exactly."""
     reads: list[tuple[Path, int, int]] = []
-    original = reader.Files.read_into
+    original = Files.read_into
     lock = threading.Lock()
 
-    def spy(self: reader.Files, path: Path, offset: int, target: memoryview) -> None:
+    def spy(self: Files, path: Path, offset: int, target: memoryview, stop: int = 0) -> None:
         with lock:
             reads.append((path, offset, len(target)))
-        original(self, path, offset, target)
+        original(self, path, offset, target, stop)
 
-    monkeypatch.setattr(reader.Files, "read_into", spy)
+    monkeypatch.setattr(Files, "read_into", spy)
     model = open_model(saved / "moe60_sharded")
     list(read_dense(model, "bfloat16", lambda _: None))
     assert reads == sorted(reads)
