@@ -13,6 +13,7 @@ from copyengine.protocol import (
     Detach,
     Done,
     Dtype,
+    ExpertActivations,
     Failed,
     Load,
     Loaded,
@@ -56,9 +57,11 @@ class CopyEngineClient:
         deadline_s: float = 120.0,
         on_progress: Callable[[LoadProgress], None] = lambda _: None,
         load_format: LoadFormat = "auto",
+        expert_activations: ExpertActivations = "plain",
     ) -> Loaded:
         """Load the banks, or join; PeerTimeout after `deadline_s` without progress. ConfigError if it is refused."""
-        return await self._rpc.expect(Load(model, dtype, hf_overrides, load_format), Loaded, deadline_s, on_progress)
+        request = Load(model, dtype, hf_overrides, load_format, expert_activations)
+        return await self._rpc.expect(request, Loaded, deadline_s, on_progress)
 
     async def attach(self, request: Attach) -> None:
         """Have the ring of a worker served. RequestRefused("not_loaded") before Load, WireError for wrong memory."""

@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from copyengine.banks import Banks
 from copyengine.checkpoint.dummy import fill_dummy_experts
+from copyengine.checkpoint.input_scales import made_up_scales, read_input_scales
 from copyengine.checkpoint.model import expert_file_nbytes, open_model
 from copyengine.checkpoint.reader import read_experts
 from copyengine.device import CopyDevice
@@ -26,6 +28,14 @@ DUMMY_SEED = 0
 """Of experts that are made up: the same at every start."""
 
 log = logging.getLogger(__name__)
+
+
+class Filled(NamedTuple):
+    """Banks that hold the experts."""
+
+    banks: Banks
+    read_nbytes: int  # from files, for the records
+    input_scales: list[tuple[float, float]]  # see protocol.Loaded
 
 
 class BankLoader:
@@ -78,16 +88,15 @@ class BankLoader:
     async def _run(self, request: Load, meter: "_Meter") -> Loaded:
         start = time.monotonic()
         try:
-            banks, read_nbytes = await asyncio.wrap_future(_start_load(self._device, self._run_id, request, meter))
+            filled = await asyncio.wrap_future(_start_load(self._device, self._run_id, request, meter))
         except BaseException:
             self._task = self._request = None
             raise
-        self.banks = banks
+        self.banks = banks = filled.banks
         load_s = time.monotonic() - start
         log.info("%.1f GB of experts loaded in %.1f s", banks.nbytes / 1e9, load_s)
-        return Loaded(
-            banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, read_nbytes, load_s, banks.pinned_nbytes
-        )
+        sizes = banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, filled.read_nbytes
+        return Loaded(*sizes, load_s, banks.pinned_nbytes, filled.input_scales)
 
 
 class _Meter:
@@ -112,44 +121,45 @@ class _Meter:
             self.progress = LoadProgress(old.phase, old.done_nbytes + nbytes, old.total_nbytes)
 
 
-def _start_load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> Future[tuple[Banks, int]]:
+def _start_load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> Future[Filled]:
     """What `_load` returns or raises. Its thread is a daemon: a process that ends does not wait for a stuck read.
 
     Banks that come after the future was cancelled are closed.
     """
-    future: Future[tuple[Banks, int]] = Future()
+    future: Future[Filled] = Future()
 
     def run() -> None:
         try:
-            banks, read_nbytes = _load(device, run_id, request, meter)
+            filled = _load(device, run_id, request, meter)
         except BaseException as error:  # goes to the caller, whatever it is
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
             return
         if future.set_running_or_notify_cancel():
-            future.set_result((banks, read_nbytes))
+            future.set_result(filled)
         else:
-            banks.close()
+            filled.banks.close()
 
     threading.Thread(target=run, name="bank-loader", daemon=True).start()
     return future
 
 
-def _load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> tuple[Banks, int]:
-    """The filled banks, and the bytes read from files for them. Runs in a thread."""
-    model = open_model(request.model, request.hf_overrides, request.load_format)
+def _load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> Filled:
+    """Fills banks. Runs in a thread."""
+    model = open_model(request.model, request.hf_overrides, request.load_format, request.expert_activations)
     record, moe, layers = record_layout(model.spec, request.dtype), model.spec.moe, len(model.spec.moe_layers)
     if record is None or moe is None:
-        return Banks(device, run_id, 0, 0, 0, meter.add), 0
+        return Filled(Banks(device, run_id, 0, 0, 0, meter.add), 0, [])
     meter.start("expert banks", layers * moe.experts * record.record_nbytes)
     banks = Banks(device, run_id, layers, moe.experts, record.record_nbytes, meter.add)
     try:
         if request.load_format == "dummy":
             meter.start("made-up experts", banks.nbytes)
             fill_dummy_experts(record, banks.records, DUMMY_SEED, meter.add)
-            return banks, 0
+            return Filled(banks, 0, made_up_scales(model.spec))
         meter.start("experts", expert_file_nbytes(model))
-        return banks, read_experts(model, record, banks.records, meter.add)
+        read_nbytes = read_experts(model, record, banks.records, meter.add)
+        return Filled(banks, read_nbytes, read_input_scales(model, meter.add))
     except BaseException:
         banks.close()
         raise

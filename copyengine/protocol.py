@@ -10,6 +10,9 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint's files, or made up from its config.json alone."""
 
+ExpertActivations = Literal["plain", "w4a4"]
+"""What is done to activations before they meet experts quantised to FP4: nothing, or they are rounded to FP4 too."""
+
 MAX_QUERY = 128
 """Experts in one query at most (DESIGN: the unit of admission, copying and completion)."""
 
@@ -40,6 +43,7 @@ class Load(Struct, frozen=True, tag=True):
     dtype: Dtype
     hf_overrides: str = "{}"  # JSON object merged over config.json
     load_format: LoadFormat = "auto"
+    expert_activations: ExpertActivations = "plain"
 
 
 class Attach(Struct, frozen=True, tag=True):

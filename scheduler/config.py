@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from copyengine.budget import MemoryPlacement
 from copyengine.placement import CopyEngineChoice, DeviceChoice
-from copyengine.protocol import LoadFormat
+from copyengine.protocol import ExpertActivations, LoadFormat
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
 
@@ -33,6 +33,13 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     load_format: Annotated[
         LoadFormat, Meta(description="auto reads the checkpoint's weights; dummy makes them up from config.json alone")
     ] = "auto"
+    expert_activations: Annotated[
+        ExpertActivations,
+        Meta(
+            description="w4a4 rounds activations to FP4 before NVFP4 experts, under the checkpoint's input scales; "
+            "plain leaves them as they are"
+        ),
+    ] = "plain"
     demand_tokens: Annotated[
         int,
         Meta(

@@ -109,7 +109,7 @@ def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     resolve(config.event_loop)
     reclaim_stale()
     directory = Path(config.model) if config.model else _builtin_model(say)
-    model = open_model(directory, config.hf_overrides, config.load_format)
+    model = open_model(directory, config.hf_overrides, config.load_format, config.expert_activations)
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
     return Inspected(model, placement, memory_plan(model.spec, dtype, placement, available.host_nbytes()))
 

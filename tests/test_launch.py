@@ -42,6 +42,7 @@ FLAGS = {
     "--disable-prefix-cache": False,
     "--dtype": "auto",
     "--load-format": "auto",
+    "--expert-activations": "plain",
     "--device": "auto",
     "--host": "127.0.0.1",
     "--port": 5757,

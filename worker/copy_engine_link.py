@@ -45,9 +45,8 @@ class CopyEngineLink:
 
     async def load(self, load: Load, dtype: Dtype, on_progress: Callable[[LoadProgress], None]) -> Loaded:
         """Have the banks filled for `load`. Raises as CopyEngineClient.load does."""
-        return await self._client.load(
-            load.model, dtype, load.hf_overrides, load.deadline_s, on_progress, load.load_format
-        )
+        how = load.load_format, load.expert_activations
+        return await self._client.load(load.model, dtype, load.hf_overrides, load.deadline_s, on_progress, *how)
 
     async def attach(self, request: Attach) -> None:
         """Have this worker's ring served."""

@@ -66,7 +66,7 @@ def prepare(load: Load, backend: Backend) -> Prepared:
 
     ConfigError if they are no good. The budget is a first one: `fit` makes the one that holds.
     """
-    model = open_model(Path(load.model), load.hf_overrides, load.load_format)
+    model = open_model(Path(load.model), load.hf_overrides, load.load_format, load.expert_activations)
     dtype = cast(Dtype, model.spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
     record = record_layout(model.spec, dtype)
     return Prepared(model, dtype, record, _budget(model, dtype, record, load, backend))

@@ -14,14 +14,14 @@ from copyengine.checkpoint.checks import DTYPES, Checks, Linear
 from copyengine.checkpoint.directory import locate, read_config
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.keys import Keys
-from copyengine.checkpoint.names import ExpertName, dense_names, dialect_of, expert_names, spells
+from copyengine.checkpoint.names import ExpertName, dense_names, dialect_of, expert_names, input_names, spells
 from copyengine.checkpoint.schemes import INPUT_SCALES
 from copyengine.families import FAMILIES, parse_spec
 from copyengine.families.decoder import checkpoint_dtype
 from copyengine.families.expert_scheme import expert_scheme
-from copyengine.families.quantisation import quantisation
+from copyengine.families.quantisation import quantisation, with_quantised_inputs
 from copyengine.model_spec import ModelSpec
-from copyengine.protocol import LoadFormat
+from copyengine.protocol import ExpertActivations, LoadFormat
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
 
@@ -40,6 +40,7 @@ class Model(Struct, frozen=True):
     dense: dict[str, TensorRef]  # by canonical name; empty if the weights are made up
     experts: tuple[tuple[ExpertName, TensorRef], ...]
     load_format: LoadFormat = "auto"
+    inputs: tuple[tuple[ExpertName, TensorRef], ...] = ()  # scales of the experts' activations, if these are rounded
     linears: dict[str, Linear] = {}  # by canonical name too: those outside the experts that are quantised
 
     @property
@@ -48,16 +49,23 @@ class Model(Struct, frozen=True):
         return self.load_format == "dummy" or self.config.get(RANDOM_WEIGHTS) is True
 
 
-def open_model(directory: str | Path, hf_overrides: str = "{}", load_format: LoadFormat = "auto") -> Model:
+def open_model(
+    directory: str | Path,
+    hf_overrides: str = "{}",
+    load_format: LoadFormat = "auto",
+    expert_activations: ExpertActivations = "plain",
+) -> Model:
     """The checkpoint in `directory`, with the JSON object `hf_overrides` merged over its config.json.
 
     Every tensor is present, of the right shape and a known element type, inside its file; with `load_format` "dummy" no
-    file but config.json is looked at, and a model that states no element type is bfloat16. ConfigError otherwise,
-    naming the file, key or tensor.
+    file but config.json is looked at, and a model that states no element type is bfloat16. With `expert_activations`
+    "w4a4" the scales of activations are there too. ConfigError otherwise, naming the file, key or tensor.
     """
     directory = Path(directory)
     config = read_config(directory, hf_overrides)
     spec = parse_spec(config)
+    if expert_activations == "w4a4":
+        spec = with_quantised_inputs(spec, config)
     stated = checkpoint_dtype(config)
     if load_format == "dummy":
         spec = msgspec.structs.replace(spec, checkpoint_dtype=stated or "bfloat16")
@@ -77,9 +85,10 @@ def open_model(directory: str | Path, hf_overrides: str = "{}", load_format: Loa
     experts = tuple((entry, checks.expert(entry)) for entry in expert_names(spec, dialect, scheme))
     if stated is None:
         spec = msgspec.structs.replace(spec, checkpoint_dtype=DTYPES[dense["embed"].dtype])
-    used = len(dense) + sum(len(linear.refs) for linear in linears.values()) + len(experts)
-    _log_unused(directory, refs, used)
-    return Model(directory, spec, config, dense, experts, linears=linears)
+    inputs = tuple((entry, checks.expert(entry)) for entry in input_names(spec, dialect, scheme))
+    used = len(dense) + sum(len(linear.refs) for linear in linears.values()) + len(experts) + len(inputs)
+    _log_unused(directory, refs, used, bool(inputs))
+    return Model(directory, spec, config, dense, experts, inputs=inputs, linears=linears)
 
 
 def dense_file_nbytes(model: Model) -> int:
@@ -89,13 +98,13 @@ def dense_file_nbytes(model: Model) -> int:
 
 
 def expert_file_nbytes(model: Model) -> int:
-    """Bytes that the experts take in the files."""
-    return sum(ref.nbytes for _, ref in model.experts)
+    """Bytes that the experts take in the files, with the scales of their activations."""
+    return sum(ref.nbytes for _, ref in (*model.experts, *model.inputs))
 
 
-def _log_unused(directory: Path, refs: Mapping[str, TensorRef], used: int) -> None:
+def _log_unused(directory: Path, refs: Mapping[str, TensorRef], used: int, with_inputs: bool) -> None:
     unused = len(refs) - used
-    inputs = sum(name.endswith(INPUT_SCALES) for name in refs)
+    inputs = sum(name.endswith(INPUT_SCALES) for name in refs if not with_inputs)
     if unused:
         of_inputs = f", {inputs} of them scales of activations, which are not quantised" if inputs else ""
         log.info("%s: %d tensors of the checkpoint are not used%s", directory, unused, of_inputs)

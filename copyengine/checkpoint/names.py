@@ -125,6 +125,18 @@ def expert_names(spec: ModelSpec, dialect: Dialect, scheme: Scheme | None = None
                 yield ExpertName(bank, expert, field, row.part, row.parts, name, shape, kind, row.order)
 
 
+def input_names(spec: ModelSpec, dialect: Dialect, scheme: Scheme | None) -> Iterator[ExpertName]:
+    """The activations' scale of each linear of each expert, if they are rounded; of a dialect that names linears."""
+    if scheme is None or not spec.expert_format.quantised_inputs:
+        return
+    for bank, i in enumerate(spec.moe_layers):
+        moe = spec.layers[i].ffn
+        assert isinstance(moe, MoeSpec)
+        for row, expert in _expert_rows(dialect.experts, moe.experts):
+            name = beside(row.source.format(i=i, e=expert), scheme.input_scale)
+            yield ExpertName(bank, expert, row.field, 0, 1, name, (1,), scheme.input_kind)
+
+
 def _tensors(source: str, row: ExpertTensor, scheme: Scheme | None) -> list[tuple[str, str, Kind]]:
     """(name in the files, field, kind) of each tensor of the linear that is called `source` if it is not quantised."""
     if scheme is None or not scheme.tensors:

@@ -53,6 +53,7 @@ class Scheme(Struct, frozen=True):
     tensors: tuple[SchemeTensor, ...]  # the codes first
     input_scale: str  # suffix of the activations' scale, which may be there
     block: tuple[int, int] = (0, 0)  # of kind "blocks": rows and columns that share a scale
+    input_kind: Kind = "global"  # of the activations' scale
 
 
 def _e4m3(name: str, record: str, scale: str, kind: Kind, block: tuple[int, int] = (0, 0)) -> Scheme:
@@ -83,6 +84,7 @@ COMPRESSED_TENSORS = Scheme(
         SchemeTensor("weight_global_scale", "_global", "reciprocal"),
     ),
     "input_global_scale",
+    input_kind="reciprocal",
 )
 
 COMPRESSED_MXFP4 = Scheme(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from copyengine.checkpoint.directory import HF_QUANT_CONFIG
 from copyengine.checkpoint.keys import Keys, integer, integers, nested, show, wrong
@@ -17,6 +18,7 @@ from copyengine.checkpoint.schemes import (
     fp8_block,
 )
 from copyengine.families.packed_groups import GroupsError, Packed, packed_groups
+from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 from kernels.formats import NVFP4_BLOCK
 
@@ -78,6 +80,24 @@ def quantisation(config: Keys) -> Quantisation | None:
             "quantised and what is left out; remove the one that is wrong"
         )
     return found
+
+
+def with_quantised_inputs(spec: ModelSpec, config: Keys) -> ModelSpec:
+    """`spec` with activations rounded to FP4 before its experts. ConfigError if the checkpoint is not made for that."""
+    stated = quantisation(config)
+    kind = spec.expert_format
+    if spec.moe is None or kind.name != "nvfp4":
+        raise _plain(f"experts are {kind.name or 'not quantised'}" if spec.moe else "the model has no experts")
+    if stated is None or not stated.quantised_inputs:
+        raise _plain("config.json says that activations are not quantised (input_activations)")
+    return replace(spec, expert_format=replace(kind, quantised_inputs=True))
+
+
+def _plain(why: str) -> ConfigError:
+    return ConfigError(
+        f"--expert-activations w4a4: {why}; it takes a checkpoint of NVFP4 experts with input scales: use "
+        "--expert-activations plain"
+    )
 
 
 def _parse(stated: object) -> Quantisation:

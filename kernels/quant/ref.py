@@ -99,7 +99,8 @@ def dequant_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def dequant_fp8(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = codes.shape
-    per_code = scales.to(torch.float64).repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+    down, across = min(block[0], rows), min(block[1], columns)  # a block may be far larger than any matrix
+    per_code = scales.to(torch.float64).repeat_interleave(down, dim=0).repeat_interleave(across, dim=1)
     return codes.to(torch.float64) * per_code[:rows, :columns]
 
 

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from copyengine.__main__ import serve
 from copyengine.checkpoint.dummy import fill_dummy_experts
+from copyengine.checkpoint.input_scales import MADE_UP
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.checkpoint.reader import read_experts
@@ -138,6 +139,22 @@ async def serve_steps(client: CopyEngineClient, model: str) -> None:
     await client.detach("w")
     assert (await client.stats()).workers == []
     slots.close()
+
+
+def test_input_scales_come_with_the_banks_where_activations_are_rounded(model: str, ledger: Path) -> None:
+    """Of made-up weights; a second load that asks for them otherwise is another model."""
+    nvfp4 = '{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}'
+
+    async def test() -> None:
+        async with engine() as (_, client):
+            loaded = await client.load(model, "bfloat16", nvfp4, load_format="dummy", expert_activations="w4a4")
+            assert loaded.input_scales == [(MADE_UP, MADE_UP)] * 2
+            with pytest.raises(ConfigError, match="start another one"):
+                await client.load(model, "bfloat16", nvfp4, load_format="dummy")
+        async with engine() as (_, client):
+            assert (await client.load(model, "bfloat16", nvfp4, load_format="dummy")).input_scales == []
+
+    run(test(), "selector")
 
 
 def in_both_loops(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

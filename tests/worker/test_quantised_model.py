@@ -14,11 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from copyengine.checkpoint.input_scales import read_input_scales
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.quantise import quantise_checkpoint
-from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.checkpoint.random_model import write_random_model
+from copyengine.protocol import ExpertActivations
 from copyengine.records import record_layout
-from kernels.quant import Nvfp4, dequant
+from kernels.grouped_gemm import InputScales
+from tests.copyengine.checkpoint.quantised_files import write_checkpoint
+from tests.copyengine.checkpoint.spelt_linears import PACKED_W4A4, SIZES, SPELLINGS, Spelling, spelt
 from tests.worker.resident_experts import CPU, read_banks
 from tests.worker.test_host_slots import Rig
 from worker.geometry import SlotGeometry
@@ -29,11 +33,14 @@ from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.step import StepRunner
 from worker.weights import load_dense
 
-SIZES = Sizes(
-    layers=3, hidden=64, intermediate=32, experts=12, experts_per_token=3, heads=4, kv_heads=2, head_dim=16,
-    vocab_size=200, dense_intermediate=48, dense_layers=(1,),
-)  # fmt: skip
-PROMPT, TOKENS, PAGE_TOKENS = 40, 24, 16
+PROMPT, TOKENS, PAGE_TOKENS = 24, 8, 16
+
+
+DIALECTS: dict[str, tuple[Spelling, str]] = {
+    "modelopt": (SPELLINGS["modelopt nvfp4"], "input_scale"),
+    "compressed-tensors": (PACKED_W4A4, "input_global_scale"),
+}
+"""And the suffixes of their scales of activations."""
 
 
 class Answer(NamedTuple):
@@ -45,9 +52,10 @@ def pages(tokens: int) -> list[int]:
     return list(range(-(-tokens // PAGE_TOKENS)))
 
 
-def answer(directory: Path, mode: Mode) -> Answer:
-    """Prefill of a prompt in `mode`, then greedy decoding, in float32."""
-    model = open_model(directory)
+def answer(directory: Path, mode: Mode, activations: ExpertActivations = "plain", tokens: int = TOKENS) -> Answer:
+    """Prefill of a prompt in `mode`, then greedy decoding of `tokens` in all, in float32."""
+    model = open_model(directory, expert_activations=activations)
+    scales = [InputScales(*pair) for pair in read_input_scales(model, lambda _: None)]
     record, moe = record_layout(model.spec, "float32"), model.spec.moe
     assert record is not None and moe is not None
     rig = Rig(SlotGeometry(len(model.spec.moe_layers), moe.experts, record.record_nbytes, moe.experts + 1, max_query=5))
@@ -56,33 +64,18 @@ def answer(directory: Path, mode: Mode) -> Answer:
         rig.slots.pool_bytes[:] = 0xFF
         rig.attach()
         kv = KvCache(model.spec, 8, PAGE_TOKENS, torch.float32, CPU)
-        experts = HostExperts(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record, moe.experts)
+        experts = HostExperts(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record, moe.experts, scales)
         decoder = build_model(model.spec, load_dense(model, "float32", CPU, lambda _: None), kv, experts)
         runner = StepRunner(model.spec, decoder, kv, rig.slots)
         prompt = torch.randint(0, SIZES.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
         full = runner.run_full(RunStep(mode, [SequenceStep(0, prompt, 0, pages(PROMPT), Sampling())]))
-        tokens = list(full.result.tokens)
-        for position in range(PROMPT, PROMPT + TOKENS - 1):
-            step = RunStep("decode", [SequenceStep(0, tokens[-1:], position, pages(position + 1), Sampling())])
-            tokens += runner.run(step).tokens
-        return Answer(tokens, [full.hidden, full.logits])
+        answered = list(full.result.tokens)
+        for position in range(PROMPT, PROMPT + tokens - 1):
+            step = RunStep("decode", [SequenceStep(0, answered[-1:], position, pages(position + 1), Sampling())])
+            answered += runner.run(step).tokens
+        return Answer(answered, [full.hidden, full.logits])
     finally:
         rig.close()
-
-
-def dequantised(quantised: Path, target: Path) -> Path:
-    """The ModelOpt checkpoint `quantised` with float32 weights instead of the quantised ones, by safetensors' own
-    reader and writer and kernels.quant."""
-    target.mkdir()
-    tensors = {name: tensor for path in quantised.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    for stem in [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")]:
-        matrix = Nvfp4(*(tensors.pop(f"{stem}.{suffix}") for suffix in ("weight", "weight_scale", "weight_scale_2")))
-        tensors[f"{stem}.weight"] = dequant(matrix).float()
-    save_file(tensors, target / "model.safetensors")
-    config = json.loads((quantised / "config.json").read_text())
-    del config["quantization_config"]
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +85,44 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_answers_are_those_of_the_dequantised_weights(source: Path, tmp_path: Path) -> None:
-    quantise_checkpoint(source, tmp_path / "quantised", shard_nbytes=50_000)
-    exact = dequantised(tmp_path / "quantised", tmp_path / "exact")
-    expected = answer(exact, "streamed")
+@pytest.mark.parametrize("name", ["modelopt nvfp4", "packed mxfp4", "fp8 block", "fp8 tensor", "packed fp8 channel"])
+def test_the_answers_are_those_of_the_dequantised_weights(source: Path, tmp_path: Path, name: str) -> None:
+    """All linears quantised, the experts' and those of attention, dense layers and head."""
+    made = spelt(source, json.loads((source / "config.json").read_text()), SPELLINGS[name])
+    quantised = write_checkpoint(tmp_path / "quantised", made.config, made.tensors)
+    plain = {key: value for key, value in made.config.items() if key != "quantization_config"}
+    expected = answer(write_checkpoint(tmp_path / "exact", plain, made.plain), "streamed")
     assert len(set(expected.tokens)) > TOKENS // 2
-    modes: tuple[Mode, ...] = ("demand", "streamed")
-    for directory in (tmp_path / "quantised", exact):
-        for mode in modes:
-            found = answer(directory, mode)
-            assert found.tokens == expected.tokens
-            assert all(torch.equal(*pair) for pair in zip(found.prompt_bits, expected.prompt_bits, strict=True))
-    assert not torch.equal(answer(source, "demand").prompt_bits[1], expected.prompt_bits[1])
+    modes: tuple[tuple[Mode, int], ...] = (("demand", TOKENS), ("streamed", 1))
+    for mode, tokens in modes:
+        found = answer(quantised, mode, tokens=tokens)
+        assert found.tokens == expected.tokens[:tokens]
+        assert all(torch.equal(*pair) for pair in zip(found.prompt_bits, expected.prompt_bits, strict=True))
+    assert not torch.equal(answer(source, "demand", tokens=1).prompt_bits[1], expected.prompt_bits[1])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_activations_are_rounded_under_the_layer_s_scales(source: Path, tmp_path: Path, dialect: str) -> None:
+    """The same bits on demand and streamed, near those of weights alone; one expert's scale is that of its layer."""
+    spelling, suffix = DIALECTS[dialect]
+    made = spelt(source, json.loads((source / "config.json").read_text()), spelling)
+    experts = [stem for stem in made.matrices if ".experts." in stem]
+
+    def written(name: str, largest: float) -> Path:
+        scales = dict.fromkeys(experts, 4.0 / (6 * 448)) | {experts[0]: largest / (6 * 448)}
+        stored = {stem: 1 / scale if "global" in suffix else scale for stem, scale in scales.items()}
+        inputs = {f"{stem}.{suffix}": torch.tensor([scale]) for stem, scale in stored.items()}
+        return write_checkpoint(tmp_path / name, made.config, made.tensors | inputs)
+
+    directory = written("small", 4.0)
+    plain = answer(directory, "demand", tokens=1)
+    rounded = [answer(directory, mode, "w4a4", tokens=2) for mode in ("demand", "streamed")]
+    assert rounded[0].tokens == rounded[1].tokens
+    assert all(torch.equal(*pair) for pair in zip(rounded[0].prompt_bits, rounded[1].prompt_bits, strict=True))
+    error = (rounded[0].prompt_bits[0] - plain.prompt_bits[0]).norm() / plain.prompt_bits[0].norm()
+    assert 0.01 < error < 0.3
+    other = answer(written("large", 1e4), "demand", "w4a4", tokens=1)
+    assert not torch.equal(other.prompt_bits[0], rounded[0].prompt_bits[0])
 
 
 def test_both_dialects_give_the_same_answers_where_their_globals_agree(source: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kernels.quant import (
 from tests.copyengine.checkpoint.quantised_files import QUANTISATION, Tensors
 
 SIZES = Sizes(
-    layers=3, hidden=64, intermediate=32, experts=12, experts_per_token=3, heads=4, kv_heads=2, head_dim=16,
+    layers=3, hidden=64, intermediate=32, experts=8, experts_per_token=3, heads=4, kv_heads=2, head_dim=16,
     vocab_size=200, dense_intermediate=96, dense_layers=(1,),
 )  # fmt: skip
 BLOCK = (24, 40)
@@ -108,6 +108,13 @@ SPELLINGS: Mapping[str, Spelling] = {
         _block("weight_scale"), "weight_scale", "fp8_block",
     ),
 }  # fmt: skip
+
+_FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+PACKED_W4A4 = SPELLINGS["packed nvfp4"]._replace(
+    config=_packed("nvfp4-pack-quantized", **_FOUR_BITS)
+    | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": _FOUR_BITS, "input_activations": _FOUR_BITS}}}
+)
+"""Where activations are to be quantised too."""
 
 
 class Spelt(NamedTuple):
