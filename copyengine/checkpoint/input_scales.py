@@ -9,13 +9,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.finish import finish
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.names import ExpertName
 from copyengine.checkpoint.nvfp4 import E4M3_MAX, MAGNITUDES
 from copyengine.checkpoint.parallel import run_all
-from copyengine.checkpoint.reader import READER_THREADS, Files, OnBytes
+from copyengine.checkpoint.reader import READER_THREADS, OnBytes
 from copyengine.model_spec import ModelSpec
 
 BATCH = 1024
