@@ -3,7 +3,7 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from copyengine.device.host import HostCopyDevice, Segment, attach_segment, crea
 from copyengine.protocol import MemoryHandle
 from copyengine.ring import Limits, RingReader
 from kernels.formats import RecordLayout
+from kernels.grouped_gemm import InputScales
 from worker.device_slots import DeviceSlots
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
@@ -134,8 +135,10 @@ class Rig:
         layout: RecordLayout,
         records: list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]],
         deadline_s: float = 30.0,
+        input_scales: Sequence[InputScales] = (),
     ) -> None:
         """`records[l]` is the bank of layer l, [E, record_nbytes] uint8."""
+        self.input_scales = input_scales
         self.place = place
         self.geometry = geometry
         self.layout = layout
@@ -152,6 +155,7 @@ class Rig:
             self.copier.wake,
             deadline_s,
             self.released.append,
+            input_scales=input_scales,
         )
         self.banks = []
         for layer, bank in enumerate(records):
@@ -181,7 +185,8 @@ class Rig:
 
     def expected(self, layer: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The layer with every expert resident: the same GEMM over a pool that nobody copies into."""
-        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts)
+        scales = self.input_scales[layer] if self.input_scales else None
+        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts, scales)
         first = layer * self.geometry.experts
         slot_of = torch.arange(first, first + self.geometry.experts, dtype=torch.int32, device=x.device)
         span = torch.tensor([0, self.geometry.experts], dtype=torch.int32, device=x.device)

@@ -8,14 +8,18 @@ an expert computed before it has landed shows.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from copyengine.model_spec import DenseSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from copyengine.protocol import Dtype
-from kernels.formats import layout
+from kernels.formats import RecordLayout, layout
+from kernels.grouped_gemm import InputScales
+from tests.kernels.expert_records import KINDS, Experts
 from tests.worker.random_weights import random_bank, random_weights
-from tests.worker.resident_experts import CPU
+from tests.worker.resident_experts import CPU, aligned
 from tests.worker.test_host_slots import Rig
 from worker.geometry import SlotGeometry
 from worker.host_experts import HostExperts
@@ -32,33 +36,34 @@ GREEDY = Sampling()
 Bits = list[torch.Tensor]
 
 
-def spec_of(experts: int, k: int) -> ModelSpec:
+def spec_of(experts: int, k: int, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> ModelSpec:
     """Two MoE layers around a dense one."""
     attention = GqaSpec(4, 2, 8, False, True, RopeSpec(1e4))
-    moe = LayerSpec(attention, MoeSpec(experts, k, INTERMEDIATE, True))
+    moe = LayerSpec(attention, MoeSpec(experts, k, intermediate, True))
     layers = (moe, LayerSpec(attention, DenseSpec(24)), moe)
-    return ModelSpec("Qwen3MoeForCausalLM", VOCAB, HIDDEN, 1e-6, 1024, True, "float32", layers)
+    return ModelSpec("Qwen3MoeForCausalLM", VOCAB, hidden, 1e-6, 1024, True, "float32", layers)
 
 
 class Engine:
-    """One model over one slot pool."""
+    """One model over one slot pool; `kind` of kernels.expert_records.KINDS, or experts of `dtype`."""
 
-    def __init__(self, rig: Rig, spec: ModelSpec, dtype: Dtype, routing: str) -> None:
+    def __init__(self, rig: Rig, spec: ModelSpec, dtype: Dtype, routing: str, kind: str) -> None:
         self.rig = rig
-        moe, kind = spec.moe, TORCH_DTYPES[dtype]
+        moe, element = spec.moe, TORCH_DTYPES[dtype]
         assert moe is not None
-        record = layout(dtype, HIDDEN, INTERMEDIATE)
-        rig.banks = [random_bank(record, moe.experts, kind, seed).reshape(-1) for seed in (7, 8)]
+        record = layout(KINDS.get(kind, dtype), spec.hidden, moe.intermediate)
+        rig.banks = [bank_of(record, kind, moe.experts, TORCH_DTYPES[dtype], seed).reshape(-1) for seed in (7, 8)]
         rig.slots.pool_bytes[:] = 0xFF
         rig.attach()
-        weights = {name: tensor.to(kind) for name, tensor in random_weights(spec).items()}
+        weights = {name: tensor.to(element) for name, tensor in random_weights(spec).items()}
         for name in [name for name in weights if "router" in name]:
             if routing == "few":
                 weights[name].zero_()  # all equal: every token goes to the K lowest experts
             else:
                 weights[name] *= 3
-        self.kv = KvCache(spec, 80, PAGE_TOKENS, kind, CPU)
-        pool = HostExperts(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record, moe.experts)
+        self.kv = KvCache(spec, 80, PAGE_TOKENS, element, CPU)
+        scales = [InputScales(0.01, 0.003), InputScales(0.002, 0.0001)] if record.kind.quantised_inputs else []
+        pool = HostExperts(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record, moe.experts, scales)
         self.runner = StepRunner(spec, build_model(spec, weights, self.kv, pool), self.kv, rig.slots)
 
     def chunk(self, mode: Mode, tokens: int) -> tuple[Bits, ExpertStats]:
@@ -84,18 +89,29 @@ class Engine:
             self.step("decode", rows)
 
 
+def bank_of(record: RecordLayout, kind: str, experts: int, dtype: torch.dtype, seed: int) -> NDArray[np.uint8]:
+    """[E, record_nbytes] uint8, on a 128-byte boundary."""
+    if not kind:
+        return random_bank(record, experts, dtype, seed)
+    bank = aligned(experts * record.record_nbytes).reshape(experts, record.record_nbytes)
+    generator = torch.Generator().manual_seed(seed)
+    bank[:] = Experts(kind, record.hidden, record.intermediate, experts, generator).records.numpy()
+    return bank
+
+
 def ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @contextmanager
 def engine(
-    experts: int, k: int, dtype: Dtype, slots: int, max_query: int = 128, routing: str = "random"
+    experts: int, k: int, dtype: Dtype, slots: int, max_query: int = 128, routing: str = "random", kind: str = ""
 ) -> Iterator[Engine]:
-    record = layout(dtype, HIDDEN, INTERMEDIATE)
+    hidden, intermediate = (64, 32) if kind else (HIDDEN, INTERMEDIATE)
+    record = layout(KINDS.get(kind, dtype), hidden, intermediate)
     rig = Rig(SlotGeometry(2, experts, record.record_nbytes, slots, max_query=max_query))
     try:
-        yield Engine(rig, spec_of(experts, k), dtype, routing)
+        yield Engine(rig, spec_of(experts, k, hidden, intermediate), dtype, routing, kind)
     finally:
         rig.close()
 
@@ -124,10 +140,10 @@ def assert_same_bits(ours: Bits, expected: Bits) -> None:
 
 
 def references(
-    experts: int, k: int, dtype: Dtype, routing: str = "random", sizes: tuple[int, ...] = SIZES
+    experts: int, k: int, dtype: Dtype, routing: str = "random", sizes: tuple[int, ...] = SIZES, kind: str = ""
 ) -> dict[int, Bits]:
     """Streamed on a pool in which nothing is resident, per T."""
-    with engine(experts, k, dtype, slots=experts, routing=routing) as fresh:
+    with engine(experts, k, dtype, slots=experts, routing=routing, kind=kind) as fresh:
         computed = {}
         for tokens in sizes:
             computed[tokens], stats = fresh.chunk("streamed", tokens)
@@ -163,6 +179,21 @@ def test_whatever_decode_left_resident(dtype: Dtype, max_query: int) -> None:
                 assert_same_bits(bits, expected[tokens])
                 hits += stats.hits
         assert hits > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_experts_of_every_kind(kind: str, dtype: Dtype) -> None:
+    """On pools of one layer's experts and of all, by queries of 3, after decode steps; scales of inputs differ by layer
+    and do not depend on what is resident."""
+    expected = references(8, 3, dtype, sizes=(1, 97), kind=kind)
+    for slots in (8, 16):
+        with engine(8, 3, dtype, slots, 3, kind=kind) as pool:
+            for seed, tokens in enumerate((1, 97)):
+                pool.decode_a_while(seed)
+                for mode in ("demand", "streamed"):
+                    assert_same_bits(pool.chunk(mode, tokens)[0], expected[tokens])
 
 
 @pytest.mark.usefixtures("one_thread")

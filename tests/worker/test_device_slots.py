@@ -17,7 +17,8 @@ import torch
 
 from copyengine.device import CopyDevice
 from kernels.formats import layout
-from tests.kernels.expert_records import Experts
+from kernels.grouped_gemm import InputScales
+from tests.kernels.expert_records import KINDS, Experts
 from tests.worker import device_slots_checks as checks
 from tests.worker.device_rig import Place, Rig, on_gpu, rig_on
 from tests.worker.random_weights import random_bank
@@ -104,19 +105,21 @@ def poison(rig: Rig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("expert_format", ["bfloat16", "nvfp4"])
 @pytest.mark.parametrize(("slots", "query"), [(1100, 128), (8, 3)])
-def test_a_chunk_on_demand_has_the_bits_of_the_streamed_one(expert_format: str, slots: int, query: int) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+def test_a_chunk_on_demand_has_the_bits_of_the_streamed_one(kind: str, slots: int, query: int) -> None:
     """600 tokens, 1,200 routes over 8 experts, after decode left other experts resident: over 1,100 slots, and over a
     pool of one layer's experts filled three per query. 50 times, slots and free memory poisoned, the copy side slow.
     No decode statistic moves."""
-    record = layout(expert_format, 256, 128)
+    record = layout(KINDS.get(kind, kind), 256, 128)
+    scales = [InputScales(0.001 * (1 + layer), 0.0002) for layer in range(checks.LAYERS)]
     dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(slots)
-    banks = [Experts(expert_format, 256, 128, 8, generator).records.numpy() for _ in range(checks.LAYERS)]
+    banks = [Experts(kind, 256, 128, 8, generator).records.numpy() for _ in range(checks.LAYERS)]
     geometry = SlotGeometry(checks.LAYERS, 8, record.record_nbytes, slots, 2, query)
     rng = random.Random(slots)
-    with slow_copies() as place, rig_on(place, geometry, record, banks) as rig:
+    used = scales if record.kind.quantised_inputs else []
+    with slow_copies() as place, rig_on(place, geometry, record, banks, input_scales=used) as rig:
 
         def given(tokens: int, k: int) -> checks.Routing:
             one = checks.routing(rng, place, 8, tokens, k, 256)

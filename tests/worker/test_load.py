@@ -5,6 +5,7 @@ import math
 
 import pytest
 import zmq.asyncio
+from msgspec.structs import replace
 
 from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.random_model import Sizes, write_random_model
@@ -14,7 +15,9 @@ from copyengine.protocol import Load as BankLoad
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
 from copyengine.wire.rpc import Call, RpcServer
+from kernels.formats import ExpertFormat, layout
 from worker import engine
+from worker.backend import PoolOrder
 from worker.compute import ComputeThread
 from worker.config import WorkerConfig
 from worker.copy_engine_link import CopyEngineLink
@@ -102,3 +105,32 @@ def test_automatic_sizes_come_out_as_if_all_were_planned_at_once(model: str, mon
                 budget_with(available - bank, load, monkeypatch)
         else:
             assert budget_with(available - bank, load, monkeypatch) == planned
+
+
+def test_input_scales_are_wanted_for_every_bank_of_quantised_inputs_alone(model: str) -> None:
+    """Against the number of banks, 2; those of the right number are the pool's order's, bank by bank."""
+    plain = engine.prepare(Load(model, slots=12, kv_tokens=64, max_step_tokens=64), HOST)
+    assert plain.record is not None
+    quantised = replace(plain, record=layout(ExpertFormat("nvfp4", quantised_inputs=True), 32, 16))
+    orders = Orders()
+
+    def make(prepared: engine.Prepared, scales: list[tuple[float, float]]) -> None:
+        engine.make_pool(prepared, orders, "w", "run", lambda: None, print, lambda _: None, scales)  # type: ignore[arg-type]
+
+    for prepared, scales in ((plain, [(1.0, 1.0)] * 2), (quantised, []), (quantised, [(1.0, 1.0)])):
+        with pytest.raises(ConfigError, match=f"input scales of {len(scales)} MoE layers"):
+            make(prepared, scales)
+    make(plain, [])
+    make(quantised, [(0.5, 0.25), (2.0, 1.0)])
+    assert [list(order.input_scales) for order in orders.heard] == [[], [(0.5, 0.25), (2.0, 1.0)]]
+
+
+class Orders:
+    """A backend that only hears what pool it should make."""
+
+    def __init__(self) -> None:
+        self.heard: list[PoolOrder] = []
+
+    def make_slots(self, order: PoolOrder) -> tuple[None, None]:
+        self.heard.append(order)
+        return None, None
