@@ -12,6 +12,7 @@ import zmq
 from copyengine import available
 from copyengine.budget import Budget, Wanted
 from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
+from copyengine.checkpoint.directory import unknown_overrides
 from copyengine.checkpoint.model import Model, open_model
 from copyengine.device.host import reclaim_stale
 from copyengine.placement import Placement, memory_plan, place
@@ -110,6 +111,8 @@ def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     reclaim_stale()
     directory = Path(config.model) if config.model else _builtin_model(say)
     model = open_model(directory, config.hf_overrides, config.load_format, config.expert_activations)
+    for key in unknown_overrides(directory, config.hf_overrides):
+        say(f"note: --hf-overrides: config.json has no key {key} yet; it may change nothing")
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
     return Inspected(model, placement, memory_plan(model.spec, dtype, placement, available.host_nbytes()))
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from copyengine.checkpoint.header import TensorRef, read_header
 from copyengine.checkpoint.keys import Keys
+from copyengine.checkpoint.overrides import overridden, strangers
 from copyengine.wire.errors import ConfigError
 
 SINGLE = "model.safetensors"
@@ -26,7 +27,7 @@ class _Index(Struct):
 
 
 def read_config(directory: Path, hf_overrides: str = "{}") -> Keys:
-    """config.json of `directory` with the JSON object `hf_overrides` merged over it, objects key by key.
+    """config.json of `directory` with the JSON object `hf_overrides` merged over it, as `overridden` says.
 
     What ModelOpt's own file says is its quantization_config if it has none, and beside it under the file's name.
     """
@@ -38,9 +39,14 @@ def read_config(directory: Path, hf_overrides: str = "{}") -> Keys:
         raise ConfigError(f"{path}: no such file; the directory is no checkpoint without it")
     try:
         config = _with_modelopt(json_object(text, str(path)), directory / HF_QUANT_CONFIG)
-        return _merge(config, json_object(hf_overrides, "--hf-overrides"))
+        return overridden(config, json_object(hf_overrides, "--hf-overrides"))
     except RecursionError:
         raise ConfigError(f"{path} and --hf-overrides: nested too deeply") from None
+
+
+def unknown_overrides(directory: Path, hf_overrides: str) -> list[str]:
+    """The keys of `hf_overrides` that config.json of `directory` does not have: slips, perhaps. Errors as above."""
+    return list(strangers(read_config(directory), json_object(hf_overrides, "--hf-overrides")))
 
 
 def _with_modelopt(config: dict[str, object], path: Path) -> dict[str, object]:
@@ -146,11 +152,3 @@ def _shard_path(directory: Path, shard: str) -> Path:
     if not _mode(path):
         raise ConfigError(f"{path}: this shard is missing ({INDEX} names it); download it again")
     return _regular(path)
-
-
-def _merge(base: Keys, over: Keys) -> Keys:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
