@@ -98,7 +98,7 @@ class RunStep(Struct, frozen=True, tag=True):
 
 
 class Release(Struct, frozen=True, tag=True):
-    """Forget what is kept for these sequences (recurrent state of families that have one)."""
+    """These sequences have ended. Nothing is kept of them here: pages and state slots are the scheduler's."""
 
     sequences: list[int]
 
