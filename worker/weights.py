@@ -7,6 +7,7 @@ import torch
 
 from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.reader import read_dense
+from copyengine.checkpoint.tied_head import warn_of_another_head
 from copyengine.protocol import Dtype
 from worker.host_memory import Allocate, copy_in
 
@@ -29,6 +30,7 @@ def load_dense(
     The token embedding lies in memory of `embedding_in`, if that is given. Raises ConfigError if a file does not hold
     what its header says.
     """
+    warn_of_another_head(model)
     weights: dict[str, torch.Tensor] = {}
     for name, array in read_dense(model, dtype, on_bytes):
         if name == "embed" and embedding_in is not None:

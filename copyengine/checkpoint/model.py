@@ -41,6 +41,7 @@ class Model(Struct, frozen=True):
     experts: tuple[tuple[ExpertName, TensorRef], ...]
     load_format: LoadFormat = "auto"
     inputs: tuple[tuple[ExpertName, TensorRef], ...] = ()  # scales of the experts' activations, if these are rounded
+    spare_head: TensorRef | None = None  # of a model whose head is its embedding: one that the files hold all the same
     linears: dict[str, Linear] = {}  # by canonical name too: those outside the experts that are quantised
 
     @property
@@ -88,7 +89,8 @@ def open_model(
     inputs = tuple((entry, checks.expert(entry)) for entry in input_names(spec, dialect, scheme))
     used = len(dense) + sum(len(linear.refs) for linear in linears.values()) + len(experts) + len(inputs)
     _log_unused(directory, refs, used, bool(inputs))
-    return Model(directory, spec, config, dense, experts, inputs=inputs, linears=linears)
+    head = refs.get(dialect.dense["head"]) if spec.tie_word_embeddings else None
+    return Model(directory, spec, config, dense, experts, inputs=inputs, spare_head=head, linears=linears)
 
 
 def dense_file_nbytes(model: Model) -> int:
