@@ -4,8 +4,8 @@ import logging
 
 import numpy as np
 
+from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.model import Model
-from copyengine.checkpoint.reader import Files
 
 PIECE_NBYTES = 32 << 20
 
