@@ -24,6 +24,7 @@ ALLOWED = {
     ("copyengine/device/ledger.py", "getuid"): "behind hasattr; by the user's name elsewhere",
     ("copyengine/sync.py", "sched_yield"): "behind hasattr",
     ("copyengine/device/host.py", "posix_fallocate"): "behind hasattr; Windows takes the memory of a segment by itself",
+    ("copyengine/checkpoint/files.py", "posix_fadvise"): "behind hasattr; the system reads ahead by itself",
     ("copyengine/checkpoint/direct.py", "O_DIRECT"): "behind getattr; files are read as any others without",
     ("copyengine/available.py", "/proc"): "where it is not there are no control groups",
     ("copyengine/available.py", "/sys/"): "likewise",
