@@ -3,8 +3,9 @@
 
 `python -m tests.bench.bench_kernels --out results.md` from the repository's root, on a machine with an H200: some three
 minutes, two of them checks (`--no-checks` leaves them out). `--sweep nvfp4 bfloat16` times candidates of tiles, up to
-`--limit-s`; `--tokens 1 4 8` keeps to these numbers of tokens. Needs torch, triton, numpy and msgspec. A time is that
-of a CUDA graph's replay between two events, over several routings in turn so that no expert stays in L2.
+`--limit-s`; `--more gpt-oss w4a4` times these kinds of experts instead; `--tokens 1 4 8` keeps to these numbers of
+tokens. Needs torch, triton, numpy and msgspec. A time is that of a CUDA graph's replay between two events, over several
+routings in turn so that no expert stays in L2.
 """
 
 import argparse
@@ -17,19 +18,42 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.formats import ExpertFormat
 from kernels.grouped_gemm import combine
 from kernels.moe_align import align_in_blocks, moe_align, sgl
-from tests.bench.kernel_steps import FLASH_NEXT, QWEN3, SAMPLES, SLOTS, Layer, Step, measure, steps_of
+from tests.bench.kernel_steps import (
+    FLASH_NEXT,
+    GPT_OSS,
+    QWEN3,
+    SAMPLES,
+    SLOTS,
+    Geometry,
+    Layer,
+    Step,
+    measure,
+    steps_of,
+)
 from tests.bench.kernel_sweep import SWEEP_FEW, sweep
 from tests.bench.report import gpu_conditions, table
 from tests.kernels import device_checks
+from tests.kernels.expert_records import KINDS
 
 CASES = (("nvfp4", FLASH_NEXT), ("bfloat16", FLASH_NEXT), ("bfloat16", QWEN3))
+MORE_CASES = {
+    "gpt-oss": (ExpertFormat("mxfp4", bias=True, swiglu_limit=7.0), GPT_OSS),
+    "w4a4": (ExpertFormat("nvfp4", quantised_inputs=True), FLASH_NEXT),
+    "fp8_block": (ExpertFormat("fp8_block", block=(128, 128)), QWEN3),
+    "fp8_tensor": (ExpertFormat("fp8_tensor"), QWEN3),
+}
 TOKENS = (1, 4, 8, 16, 64, 128, 256, 512, 1024, 4096)
 DECODE_TOKENS = (1, 4, 8)
 PEER_MS = {16: 1.9, 64: 4.7, 128: 7.3, 256: 8.1, 512: 8.9, 1024: 10.7, 4096: 35.4}
 TARGET_MS = {16: 0.4, 128: 1.2, 1024: 2.0, 4096: 5.0}
 """Of nvfp4 in Flash-Next's geometry."""
+
+
+Case = tuple[str, ExpertFormat | str, Geometry]
+"""Its title, the experts, their sizes."""
 
 
 class Rates(NamedTuple):
@@ -46,6 +70,7 @@ def main() -> None:
     parser.add_argument("--no-checks", action="store_true", help="only time")
     parser.add_argument("--tokens", type=int, nargs="+", help="only these numbers of tokens")
     parser.add_argument("--sweep", nargs="+", choices=list(SWEEP_FEW), default=[], help="time candidates of tiles")
+    parser.add_argument("--more", nargs="+", choices=list(MORE_CASES), default=[], help="only these kinds of experts")
     parser.add_argument("--limit-s", type=float, default=220, help="the sweep starts nothing after this")
     options = parser.parse_args()
     start = time.monotonic()
@@ -61,7 +86,9 @@ def main() -> None:
             say(f"- {line} [{time.monotonic() - start:.0f} s]")
         rates = ceilings()
         say(f"- memory moves {rates.bytes_per_s / 1e12:.2f} TB/s, a product {rates.flops / 1e12:.0f} TFLOP/s")
-        for section in sections(options.tokens, rates):
+        cases: list[Case] = [(name, *MORE_CASES[name]) for name in options.more]
+        cases = cases or [(name, name, geometry) for name, geometry in CASES]
+        for section in sections(cases, options.tokens, rates):
             say(f"\n{section}\n\n[{time.monotonic() - start:.0f} s]")
         for format_name in options.sweep:
             for line in sweep(format_name, options.tokens, start + options.limit_s):
@@ -69,11 +96,11 @@ def main() -> None:
         say(f"\nThe whole run: {time.monotonic() - start:.0f} s.")
 
 
-def sections(only: Sequence[int] | None, rates: Rates) -> Iterator[str]:
+def sections(cases: Sequence[Case], only: Sequence[int] | None, rates: Rates) -> Iterator[str]:
     """Titles and tables."""
-    for format_name, geometry in CASES:
-        layer = Layer(format_name, geometry)
-        title = f"{format_name}, {geometry.name}"
+    for name, kind, geometry in cases:
+        layer = Layer(kind, geometry)
+        title = f"{name}, {geometry.name}"
         few = [tokens for tokens in DECODE_TOKENS if tokens in (only or TOKENS)]
         if few:
             yield f"## {title}: a decode step's layer, µs, {SLOTS:,} slots\n\n{decode_timings(layer, few)}"
@@ -111,8 +138,8 @@ def check() -> Iterator[str]:
     for tokens in (1, 129):
         device_checks.sums(tokens, shape.k, shape.hidden)
     yield "the sum equals the reference's"
-    for format_name in ("float32", "bfloat16", "nvfp4"):
-        cases = ((1, 512, 160), (16, 512, 160), (37, 96, 48), (300, 512, 320), (2000, 80, 48))
+    for format_name in ("float32", "bfloat16", *KINDS):
+        cases = ((1, 512, 160), (16, 512, 160), (37, 96, 64), (300, 512, 320), (900, 96, 64))
         errors = [device_checks.values(format_name, *case, 16, 4) for case in cases]
         yield f"{format_name}: relative errors against float64 {', '.join(f'{error:.1e}' for error in errors)}"
     error = device_checks.values("nvfp4", 24, shape.hidden, shape.intermediate, 12, shape.k)
@@ -161,7 +188,7 @@ def decode_timings(layer: Layer, all_tokens: Sequence[int]) -> str:
 def timings(layer: Layer, all_tokens: Sequence[int], rates: Rates) -> str:
     """A table with a row for each number of tokens."""
     rows: list[list[str]] = []
-    noted = (layer.record.format, layer.geometry) == ("nvfp4", FLASH_NEXT)
+    noted = (layer.record.kind, layer.geometry) == (ExpertFormat("nvfp4"), FLASH_NEXT)
     for tokens in all_tokens:
         steps = steps_of(layer, tokens)
         tiles = steps[0].tiles

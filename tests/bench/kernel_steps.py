@@ -9,9 +9,10 @@ import torch
 
 from kernels import admit
 from kernels.flag_wait import spin_until_set
-from kernels.formats import layout
-from kernels.grouped_gemm import arrange, combine, cost, grouped_gemm_slots, tri, tri_few
+from kernels.formats import ExpertFormat, layout
+from kernels.grouped_gemm import InputScales, arrange, combine, grouped_gemm_slots, tri, tri_few, variant
 from kernels.grouped_gemm.cost import Tile
+from kernels.grouped_gemm.ref import NO_SCALES
 from kernels.moe_align import Alignment, Blocks, align_in_blocks, max_blocks
 from tests.kernels import device_checks
 from tests.kernels.admit_histories import Pair, Size
@@ -27,6 +28,7 @@ class Geometry(NamedTuple):
 
 FLASH_NEXT = Geometry("Qwen3.8-Flash-Next", 2560, 640, 512, 10)
 QWEN3 = Geometry("Qwen3-30B-A3B", 2048, 768, 128, 8)
+GPT_OSS = Geometry("gpt-oss-20b", 2880, 2880, 32, 4)
 SLOTS = 2100
 SAMPLES = 20
 
@@ -46,9 +48,10 @@ class Spread(NamedTuple):
 class Layer:
     """A layer's experts in a pool, each in the slot of its number, and a ring that nothing is written to."""
 
-    def __init__(self, format_name: str, geometry: Geometry) -> None:
+    def __init__(self, kind: ExpertFormat | str, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.record = layout(format_name, geometry.hidden, geometry.intermediate)
+        self.record = layout(kind, geometry.hidden, geometry.intermediate)
+        self.scales = InputScales(0.002, 0.0005) if self.record.kind.quantised_inputs else None
         self.pool = device_checks.random_records(self.record, geometry.experts, 1)
         self.slot_of = torch.arange(geometry.experts, dtype=torch.int32, device="cuda")
         self.span = torch.tensor([0, geometry.experts], dtype=torch.int32, device="cuda")
@@ -74,10 +77,10 @@ class Step:
         self.layer, self.tokens, self.k = layer, tokens, shape.k
         self.x = torch.randn(tokens, shape.hidden, generator=generator).to(torch.bfloat16).cuda()
         self.weights, self.chosen = device_checks.routing(tokens, shape.experts, shape.k, generator)
-        self.tiles = cost.tiles(tokens, shape.k, shape.experts, layer.record.format)
+        self.tiles = variant(tokens, shape.k, shape.experts, layer.record)
         self.block_m = block_m or self.tiles.gate_up.block_m
         self.alignment, self.blocks = self.align()
-        self.left = tri.even_first(self.x) if layer.record.format == "nvfp4" else self.x
+        self.left = tri.even_first(self.x) if layer.record.format in ("nvfp4", "mxfp4") else self.x
         self.mid = torch.randn(tokens * shape.k, shape.intermediate, generator=generator).to(torch.bfloat16).cuda()
         self.rows = torch.randn(tokens * shape.k, shape.hidden, dtype=torch.bfloat16, device="cuda")
         self.most = min(shape.experts, tokens * shape.k)
@@ -87,11 +90,11 @@ class Step:
         return align_in_blocks(self.chosen, self.layer.geometry.experts, self.block_m)
 
     def arrange(self) -> torch.Tensor:
-        return arrange(self.x, self.layer.record)
+        return arrange(self.x, self.layer.record, self.layer.scales)
 
     def gate_up(self, tile: Tile) -> None:
         part = self.layer
-        where = (part.span, part.slot_of, part.pool, part.record, self.k, tile, self.mid)
+        where = (part.span, part.slot_of, part.pool, part.record, self.k, tile, self.mid, part.scales or NO_SCALES)
         if tile.block_m == 1:
             tri_few.gate_up(self.x, self.blocks, *where)
         else:
@@ -99,7 +102,7 @@ class Step:
 
     def down(self, tile: Tile) -> None:
         part = self.layer
-        where = (part.span, part.slot_of, part.pool, part.record, tile, self.rows)
+        where = (part.span, part.slot_of, part.pool, part.record, tile, self.rows, part.scales or NO_SCALES)
         if tile.block_m == 1:
             tri_few.down(self.mid, self.weights, self.blocks, *where)
         else:
@@ -131,6 +134,7 @@ class Step:
             self.rows,
             arranged=True,
             mid=self.mid,
+            input_scales=part.scales,
         )
         return combine(self.rows, self.tokens)
 

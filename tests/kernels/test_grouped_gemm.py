@@ -357,6 +357,17 @@ def test_the_kernels_of_every_kind_compile(kind: str, capability: int) -> None:
         assert ("wgmma" in text) == (new and "BLOCK_M" in arguments)
 
 
+def test_the_rounding_of_inputs_compiles() -> None:
+    """With the divisions that round to nearest, and none of the shortened ones, on which codes would depend."""
+    pytest.importorskip("triton")
+    from kernels.grouped_gemm import tri_inputs
+    from tests.kernels.compiled_for import expect_fits
+
+    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "input_scale": "fp32"}
+    text = expect_fits(tri_inputs._quantise, types, {"H": 2560, "num_warps": 4}).asm["ptx"]
+    assert "div.rn.f32" in text and not any(short in text for short in ("div.full", "div.approx", "rcp.", "fma."))
+
+
 def test_the_text_that_decodes_a_word_gives_its_eight_values() -> None:
     """Against the E2M1 table, by carrying out the text's instructions on all bytes in all places."""
     pytest.importorskip("triton")
