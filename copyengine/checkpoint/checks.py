@@ -123,6 +123,9 @@ class Checks:
 
     def _expert_hint(self, entry: ExpertName) -> str:
         """Whose tensor it is, and whether the files are of another scheme than config.json says."""
+        codes = f"{entry.source}_blocks"
+        if self._scheme is None and codes in self._refs:
+            return f"; {codes} is there, but config.json has no quantization_config with quant_method mxfp4"
         if self._scheme is None or entry.expert is None:
             return ""
         whose = f" for expert {entry.expert} of layer {self._spec.moe_layers[entry.bank]}"

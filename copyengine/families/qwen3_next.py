@@ -11,6 +11,7 @@ from copyengine.families.decoder import decoder, expert_count, gqa, layer_count,
 from copyengine.families.family import Family
 from copyengine.families.qwen2_moe import DENSE as QWEN2_MOE_NAMES
 from copyengine.families.qwen3 import FUSED, HUB
+from copyengine.families.windows import refuse_windows
 from copyengine.model_spec import GatedDeltaSpec, GqaSpec, ModelSpec
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -66,6 +67,7 @@ def gated_attention(config: Keys) -> GqaSpec:
 
     Of mrope, whose axes all have a token's position where there is text alone, nothing is left.
     """
+    refuse_windows(config)
     ropes = {name: nested(config, name) for name in ("rope_parameters", "rope_scaling")}
     shares = [
         number(keys, "partial_rotary_factor", 0.0, 1.0, ROTARY_SHARE)

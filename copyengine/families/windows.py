@@ -16,10 +16,15 @@ Windows = Sequence[int | None]
 
 
 def no_windows(config: Keys, count: int) -> None:
-    """Of families that have none: ConfigError if the config asks for one."""
+    """Of families that have none: ConfigError if the config asks for one, in a layer or in all."""
+    refuse_windows(config)
+    layer_windows(config, None, [False] * count)
+
+
+def refuse_windows(config: Keys) -> None:
+    """ConfigError if the config asks for windows; `layer_types` is not looked at."""
     if flag(config, "use_sliding_window"):
         raise wrong("use_sliding_window", True, "sliding windows are not supported in this family; set it to false")
-    layer_windows(config, None, [False] * count)
 
 
 def window_if_used(config: Keys) -> int | None:

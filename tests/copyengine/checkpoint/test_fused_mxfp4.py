@@ -79,6 +79,15 @@ def test_records_are_those_of_the_files_gate_before_up(tmp_path: Path) -> None:
         assert field("down_bias").view(np.float32).tolist() == stored("down_proj_bias").tolist()
 
 
+def test_a_config_that_does_not_say_so_is_told(tmp_path: Path) -> None:
+    """Against the message's words."""
+    written(tmp_path, tensors())
+    config = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"gate_up_proj is missing.*gate_up_proj_blocks is there.*mxfp4"):
+        open_model(tmp_path)
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     """A scale that is no number, one that is not there, codes of another shape or type."""
     for name, change in (

@@ -356,6 +356,7 @@ def test_rope_kinds(scaling: dict[str, Any], rope: RopeSpec) -> None:
             ["layer_types", "contradicts", "9"],
         ),
         ({"architectures": ["OlmoeForCausalLM"], "use_sliding_window": True}, ["use_sliding_window", "false"]),
+        ({"architectures": ["Qwen3NextForCausalLM"], "use_sliding_window": True}, ["use_sliding_window", "false"]),
         ({**DENSE, "layer_types": ["sliding_attention"] * 48}, ["layer_types", "sliding_window"]),
         ({**DENSE, "layer_types": ["full_attention"] * 47}, ["layer_types", "47", "48"]),
         ({"layer_types": ["linear_attention"] * 48}, ["layer_types", "linear_attention", "sliding_attention"]),
