@@ -6,6 +6,8 @@ from pathlib import Path
 
 from copyengine.wire.errors import ConfigError
 
+WILLNEED: int = getattr(os, "POSIX_FADV_WILLNEED", 0)
+
 
 class Files:
     """The file that is being read, kept open until another one is asked for."""
@@ -48,5 +50,5 @@ class Files:
         """By itself the system keeps less under way than a disk can do at a time: from a cold cache small tensors were
         read at half of the rate of plain reads (tests/bench/bench_loading.py)."""
         self._ahead = stop
-        if hasattr(os, "posix_fadvise") and hasattr(os, "POSIX_FADV_WILLNEED"):
-            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, start, stop - start, WILLNEED)

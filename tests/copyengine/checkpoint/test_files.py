@@ -16,7 +16,6 @@ def test_reads_to_come_are_told_once_where_that_is_possible(
 ) -> None:
     """Of each file up to the furthest `stop`; what is read is the file's either way."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
     if has_advice:
         monkeypatch.setattr(os, "posix_fadvise", lambda _, start, n, advice: told.append((start, n)), raising=False)
     else:
