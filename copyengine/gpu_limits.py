@@ -32,6 +32,12 @@ MAX_LATENT_RANK = 512
 MAX_LATENT_ROPE = 64
 """R and P, of kernels.latent_attention."""
 
+MAX_DELTA_DIM = 128
+"""Dk and Dv, of kernels.gated_delta."""
+
+MAX_CONV_WIDTH = 8
+"""W, of kernels.causal_conv."""
+
 
 def check_model(spec: ModelSpec) -> None:
     """ConfigError, naming both numbers, if `spec` has something of which the kernels take less."""
@@ -56,7 +62,9 @@ def _attention(spec: GqaSpec | GatedDeltaSpec | MlaSpec) -> Iterator[tuple[str, 
             yield "head_dim", spec.head_dim, MAX_HEAD_DIM
             yield "heads per kv head", spec.heads // spec.kv_heads, MAX_HEADS_PER_KV_HEAD
         case GatedDeltaSpec():
-            raise ConfigError("--model: its layers of gated DeltaNet do not run on a GPU yet; use --device cpu")
+            yield "linear_key_head_dim", spec.k_dim, MAX_DELTA_DIM
+            yield "linear_value_head_dim", spec.v_dim, MAX_DELTA_DIM
+            yield "linear_conv_kernel_dim", spec.conv_width, MAX_CONV_WIDTH
         case MlaSpec():
             yield "kv_lora_rank", spec.rank, MAX_LATENT_RANK
             yield "qk_rope_head_dim", spec.rope_dim, MAX_LATENT_ROPE

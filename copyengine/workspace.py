@@ -19,6 +19,9 @@ token of the vocabulary."""
 DRAW_CHUNK, DRAW_BANDS, DRAW_CANDIDATES = 1024, 32, 65_536
 """CHUNK, BANDS and CANDIDATES of kernels/sampling/tri.py."""
 
+DELTA_PIECE_ROWS = 64
+"""PIECE_ROWS of kernels/state_pieces.py: two square matrices in float32 of every piece and value head, on a GPU."""
+
 GPU_SLACK_PERCENT = 150
 """What torch's allocator holds on a GPU, of what is alive in one layer at most: it keeps blocks of other sizes than are
 asked for next. A model of it that was run through the steps of five geometries, T 2,048 to 8,192, held 124 to 149 %
@@ -131,7 +134,7 @@ def _gpu_row_nbytes(layer: LayerSpec, hidden: int, itemsize: int) -> int:
             attention = itemsize * (3 * hidden + heads * a.head_dim)
             angles = 8 * a.head_dim
         case GatedDeltaSpec() as delta:
-            attention = itemsize * (3 * hidden + _delta_row(delta))
+            attention = itemsize * (3 * hidden + _delta_row(delta)) + 2 * 4 * DELTA_PIECE_ROWS * delta.v_heads
         case MlaSpec() as mla:
             attention = itemsize * (3 * hidden + _latent_row(mla))
             angles = 8 * mla.rope_dim

@@ -21,7 +21,9 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, piec
     _check(x, weight, state)
     if not x.is_cuda:
         return ref.causal_conv(x, weight, state, pieces)
-    raise NotImplementedError("no Triton kernel yet")
+    from kernels.causal_conv import tri
+
+    return tri.causal_conv(x, weight, state, pieces)
 
 
 def causal_conv_step(
@@ -37,7 +39,9 @@ def causal_conv_step(
         raise ValueError(f"sources {tuple(sources.shape)} and targets {tuple(targets.shape)} must be [{x.shape[0]}]")
     if not x.is_cuda:
         return ref.causal_conv_step(x, weight, state, sources, targets)
-    raise NotImplementedError("no Triton kernel yet")
+    from kernels.causal_conv import tri
+
+    return tri.causal_conv_step(x, weight, state, sources, targets)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from kernels.state_pieces import Pieces
 
 __all__ = ["MAX_DIM", "Gates", "Tokens", "gated_delta", "gated_delta_step"]
 
-MAX_DIM = 256
+MAX_DIM = 128
 """Dk and Dv on a device."""
 
 
@@ -28,7 +28,9 @@ def gated_delta(tokens: Tokens, gates: Gates, state: torch.Tensor, pieces: Piece
     _check(tokens, gates, state)
     if not tokens.v.is_cuda:
         return ref.gated_delta(tokens, gates, state, pieces)
-    raise NotImplementedError("no Triton kernel yet")
+    from kernels.gated_delta import tri
+
+    return tri.gated_delta(tokens, gates, state, pieces)
 
 
 def gated_delta_step(
@@ -44,7 +46,9 @@ def gated_delta_step(
         raise ValueError(f"sources {tuple(sources.shape)} and targets {tuple(targets.shape)} must be [T]")
     if not tokens.v.is_cuda:
         return ref.gated_delta_step(tokens, gates, state, sources, targets)
-    raise NotImplementedError("no Triton kernel yet")
+    from kernels.gated_delta import tri_step
+
+    return tri_step.gated_delta_step(tokens, gates, state, sources, targets)
 
 
 def _check(tokens: Tokens, gates: Gates, state: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.families import parse_spec
 from copyengine.gpu_limits import check_model, check_slots
 from copyengine.wire.errors import ConfigError
-from kernels import moe_align, norm, sampling, topk_route
+from copyengine.workspace import DELTA_PIECE_ROWS
+from kernels import causal_conv, gated_delta, moe_align, norm, sampling, state_pieces, topk_route
 from kernels.admit import device as admit
 from kernels.attention import cost as attention
 from kernels.latent_attention import cost as latent_attention
@@ -25,6 +26,9 @@ def test_the_limits_are_the_kernels_own() -> None:
     assert gpu_limits.MAX_HEADS_PER_KV_HEAD == attention.MAX_GROUP
     assert gpu_limits.MAX_LATENT_RANK == latent_attention.MAX_RANK
     assert gpu_limits.MAX_LATENT_ROPE == latent_attention.MAX_ROPE
+    assert gpu_limits.MAX_DELTA_DIM == gated_delta.MAX_DIM
+    assert gpu_limits.MAX_CONV_WIDTH == causal_conv.MAX_WIDTH
+    assert DELTA_PIECE_ROWS == state_pieces.PIECE_ROWS
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,18 @@ def test_both_sides_of_each_limit_of_latent_attention(field: str, limit: int) ->
     check_model(parse_spec(DEEPSEEK_V3 | {field: limit}))
     with pytest.raises(ConfigError, match=rf"{field}: {limit + 2}, .*{limit}.*--device cpu"):
         check_model(parse_spec(DEEPSEEK_V3 | {field: limit + 2}))
+
+
+@pytest.mark.parametrize(
+    ("field", "limit"),
+    [("linear_key_head_dim", 128), ("linear_value_head_dim", 128), ("linear_conv_kernel_dim", 8)],
+)
+def test_both_sides_of_each_limit_of_gated_deltanet(field: str, limit: int) -> None:
+    config = model_config(Sizes(layers=4, hidden=8, intermediate=4, experts=8, vocab_size=10))
+    config |= {"architectures": ["Qwen3NextForCausalLM"], "shared_expert_intermediate_size": 4}
+    check_model(parse_spec(config | {field: limit}))
+    with pytest.raises(ConfigError, match=rf"{field}: {limit + 1:,}.*{limit:,}.*--device cpu"):
+        check_model(parse_spec(config | {field: limit + 1}))
 
 
 def test_a_dense_model_has_no_experts_to_check() -> None:
