@@ -499,7 +499,7 @@ def test_every_accepted_request_ends_in_one_count(model: Path, event_loop: str) 
                         return "left"
                     if number % 4 == 2:
                         await client.abort(request_id)
-                    if number % 4 == 3:
+                    if number % 4 == 3 and client._rpc:  # a piece that had come before may still be read
                         await vanish(client)
             except RequestRefused as refused:
                 return refused.code
