@@ -47,12 +47,12 @@ class _Phase:
 
     def end(self) -> str:
         """What remains to be said."""
-        took = f" in {self._now - self._start:,.1f} s" if self._now > self._start else ""
+        took = f" in {self._now - self._start:,.1f} s" if self._rate() else ""
         return f"{self.name}: {self.seen.done_nbytes / 1e6:,.0f} MB{took}{self._rate()}"
 
     def _rate(self) -> str:
         took = self._now - self._start
-        return f"  {self.seen.done_nbytes / took / 1e9:.2f} GB/s" if took > 0 else ""
+        return f"  {self.seen.done_nbytes / took / 1e9:.2f} GB/s" if took >= STEADY_S / 10 else ""
 
 
 class ProgressLine:
@@ -83,7 +83,7 @@ class ProgressLine:
             if phase is not None:
                 self._end(worker, phase)
             phase = self._phases[worker] = _Phase(name, now)
-            if not self._live:
+            if not self._live and seen.done_nbytes < seen.total_nbytes:
                 self._stream.write(f"{name}: {seen.total_nbytes / 1e6:,.0f} MB\n")
         phase.update(seen, now)
         if phase.is_over:

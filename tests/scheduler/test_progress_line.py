@@ -93,4 +93,4 @@ def test_two_workers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_to_load_is_no_error() -> None:
     line = Line(False)
     line.show(0, "dense weights", 0, 0)
-    assert line.screen.getvalue() == "dense weights: 0 MB\ndense weights: 0 MB\n"
+    assert line.screen.getvalue() == "dense weights: 0 MB\n"
