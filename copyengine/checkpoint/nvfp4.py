@@ -16,7 +16,6 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-_SIGNED = np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)])
 _HALFWAY = tuple((low + high) / 2 for low, high in pairwise(MAGNITUDES))
 
 PIECE_ELEMENTS = 1 << 18
@@ -56,27 +55,6 @@ def quantise(weight: NDArray[np.generic], factor: np.float32) -> Quantised:
     return Quantised(codes, scales, factor)
 
 
-def dequantise(matrix: Quantised) -> NDArray[np.float64]:
-    """[N, K], exact."""
-    nibbles = np.stack([matrix.codes & 0xF, matrix.codes >> 4], axis=-1)
-    steps = matrix.scales.astype(np.float64) * np.float64(matrix.factor)
-    values: NDArray[np.float64] = _SIGNED[nibbles].reshape(matrix.codes.shape[0], 2 * matrix.codes.shape[1])
-    return values * np.repeat(steps, NVFP4_BLOCK, axis=1)
-
-
-def squared_error(weight: NDArray[np.generic], matrix: Quantised) -> tuple[float, float]:
-    """Sums over all elements: of the squared error, and of the squared weights."""
-    error = squares = 0.0
-    step = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
-    for low in range(0, weight.shape[0], step):
-        piece = slice(low, low + step)
-        exact = weight[piece].astype(np.float64)
-        made = dequantise(Quantised(matrix.codes[piece], matrix.scales[piece], matrix.factor))
-        error += float(np.square(made - exact).sum())
-        squares += float(np.square(exact).sum())
-    return error, squares
-
-
 def _quantise_rows(weight: NDArray[np.float32], factor: np.float32) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // NVFP4_BLOCK, NVFP4_BLOCK)
@@ -85,9 +63,14 @@ def _quantise_rows(weight: NDArray[np.float32], factor: np.float32) -> tuple[NDA
     scales = np.minimum(largest, np.float32(E4M3_MAX)).astype(E4M3)
     steps = (scales.astype(np.float64) * np.float64(factor))[:, :, None]
     units = np.divide(blocks, steps, out=np.zeros(blocks.shape), where=steps > 0, dtype=np.float64)
-    codes = _nearest_codes(units).reshape(rows, columns)
+    return packed_codes(units.reshape(rows, columns)), scales
+
+
+def packed_codes(units: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """[N, K] -> [N, K / 2]: the nearest codes, the even k in the low nibble."""
+    codes = _nearest_codes(units)
     high: NDArray[np.uint8] = np.left_shift(codes[:, 1::2], 4, dtype=np.uint8)
-    return codes[:, 0::2] | high, scales
+    return codes[:, 0::2] | high
 
 
 def _nearest_codes(units: NDArray[np.float64]) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Makes a checkpoint with quantised experts: `python -m copyengine.checkpoint.quantise SRC DST --format nvfp4`.
+"""Makes a checkpoint with quantised experts: `python -m copyengine.checkpoint.quantise SRC DST --format FORMAT`.
 
 Everything but the experts stays as it is. A shard is there once it is complete, so that what was interrupted goes on
 with the next one.
@@ -11,9 +11,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -21,15 +20,14 @@ from msgspec import Struct
 
 from copyengine.checkpoint.directory import locate
 from copyengine.checkpoint.model import open_model
+from copyengine.checkpoint.quantise_formats import FORMATS, dialects, scheme_of
 from copyengine.checkpoint.quantise_plan import Shard, plan
 from copyengine.checkpoint.quantise_shards import Errors, add_errors, make_shard
 from copyengine.checkpoint.quantise_texts import write_texts
-from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT, Scheme
+from copyengine.checkpoint.schemes import MODELOPT, Scheme
 from copyengine.checkpoint.shard_file import file_nbytes
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.logs import ERASE_LINE
-
-DIALECTS: Mapping[str, Scheme] = MappingProxyType({"modelopt": MODELOPT, "compressed-tensors": COMPRESSED_TENSORS})
 
 SHARD_MB = 4000
 PROGRESS_FILE = "quantise.json"
@@ -45,22 +43,22 @@ STEADY_S = 2.0
 class Progress(Struct):
     """PROGRESS_FILE of a checkpoint that is being made, and that was: of what, and how far."""
 
-    format: str
-    dialect: str
+    scheme: str
     shard_nbytes: int
     source: dict[str, tuple[int, int]]  # bytes and time of change, in ns, of each file of weights
     errors: dict[str, Errors] = {}  # of each shard that is complete
 
 
 def quantise_checkpoint(
-    source: Path, target: Path, dialect: str = "modelopt", shard_nbytes: int = SHARD_MB * 10**6, show: bool = False
+    source: Path, target: Path, scheme: Scheme = MODELOPT, shard_nbytes: int = SHARD_MB * 10**6, show: bool = False
 ) -> Errors:
     """Make `target` of `source`, or go on with it; the errors of the layers.
 
-    With `show` a bar on standard error says how far it is. ConfigError for a `source` that is no checkpoint, is
-    quantised already or has no experts, for a `target` that is something else, and if the disk is full.
+    `scheme` is one of quantise_formats. With `show` a bar on standard error says how far it is. ConfigError for a
+    `source` that is no checkpoint, is quantised already or has no experts, for a `target` that is something else, and
+    if the disk is full.
     """
-    model, scheme = open_model(source), DIALECTS[dialect]
+    model = open_model(source)
     if model.spec.expert_format.name or model.linears:
         raise ConfigError(f"{source}: is already quantised ({model.spec.expert_format.name or 'outside the experts'})")
     if not model.experts:
@@ -72,7 +70,7 @@ def quantise_checkpoint(
     try:
         _claim(target, source)
         with FileLock(target / LOCK_FILE, timeout=0):
-            progress = _progress(target, Progress(scheme.format, dialect, shard_nbytes, found), source)
+            progress = _progress(target, Progress(scheme.name, shard_nbytes, found), source)
             _make_shards(target, shards, scheme, progress, show)
             write_texts(target, source, scheme, refs, shards)
         (target / LOCK_FILE).unlink(missing_ok=True)
@@ -106,7 +104,7 @@ def _progress(target: Path, wanted: Progress, source: Path) -> Progress:
         begun = msgspec.json.decode(path.read_bytes(), type=Progress)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: is damaged ({error}); remove {target}") from None
-    for key in ("format", "dialect", "shard_nbytes", "source"):
+    for key in ("scheme", "shard_nbytes", "source"):
         if getattr(begun, key) != getattr(wanted, key):
             what = f"another {key}" if key != "source" else f"other files than those of {source} now"
             raise ConfigError(f"{target}: was begun with {what}; remove it, or give another directory")
@@ -204,15 +202,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source", metavar="SRC", type=Path, help="directory of a bfloat16, float16 or float32 checkpoint"
     )
     parser.add_argument("target", metavar="DST", type=Path, help="directory to make")
-    parser.add_argument("--format", choices=("nvfp4",), required=True, help="of the experts; all else stays as it is")
-    parser.add_argument("--dialect", choices=tuple(DIALECTS), default="modelopt", help="whose files they are like")
+    parser.add_argument(
+        "--format", choices=tuple(FORMATS), required=True, help="of the experts; all else stays as it is"
+    )
+    parser.add_argument("--dialect", help=f"whose files they are like: {dialects()}; the first of them if not given")
+    parser.add_argument("--block", help="rows and columns that share a scale of fp8_block (default 128,128)")
     parser.add_argument("--shard-mb", type=int, default=SHARD_MB, help=f"size of a file at most (default {SHARD_MB})")
     stated = parser.parse_args(argv)
     try:
         if stated.shard_mb < 1:
             raise ConfigError(f"--shard-mb {stated.shard_mb}: must be at least 1")
+        scheme = scheme_of(stated.format, stated.dialect, stated.block)
         shard_nbytes = stated.shard_mb * 10**6
-        errors = quantise_checkpoint(stated.source, stated.target, stated.dialect, shard_nbytes, sys.stderr.isatty())
+        errors = quantise_checkpoint(stated.source, stated.target, scheme, shard_nbytes, sys.stderr.isatty())
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

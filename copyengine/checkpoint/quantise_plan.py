@@ -151,7 +151,7 @@ def _weight(
 
     The tensor may be that of all experts, and have gate and up in one.
     """
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    rows, columns = codes.shape[0], codes.shape[1] * (2 if codes.kind == "codes" else 1)
     for expert in (codes.expert, None):
         for part, parts in {(codes.part, codes.parts), (0, 1)}:
             found = sources.get((codes.bank, expert, codes.field, part, parts))

@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from copyengine.checkpoint.checks import DTYPES
+from copyengine.checkpoint.encode import encode, squared_error
 from copyengine.checkpoint.files import Files
-from copyengine.checkpoint.nvfp4 import global_of, quantise, reciprocal, squared_error
+from copyengine.checkpoint.nvfp4 import global_of
 from copyengine.checkpoint.parallel import run_all
 from copyengine.checkpoint.quantise_plan import Copied, Linear, Quantised, Shard
 from copyengine.checkpoint.reader import NUMPY_DTYPE, OnBytes, as_bytes
-from copyengine.checkpoint.schemes import Kind, Scheme
+from copyengine.checkpoint.schemes import Scheme
 from copyengine.checkpoint.shard_file import ShardFile
 from copyengine.wire.errors import ConfigError
 
@@ -68,21 +69,14 @@ def _copy(job: Copied, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float
 
 
 def _quantise(job: Quantised, scheme: Scheme, file: ShardFile, on_bytes: OnBytes) -> tuple[float, float]:
-    """The sum of what nvfp4.squared_error says of its linears. ConfigError for a weight that is not finite."""
+    """The sum of what encode.squared_error says of its linears. ConfigError for a weight that is not finite."""
     weights = [_weight(linear) for linear in job.linears]
-    factor = max(global_of(weight) for weight in weights)
-    stored = factor
-    if any(tensor.kind == "reciprocal" for tensor in scheme.tensors):
-        stored = reciprocal(factor)
-        factor = np.float32(1) / stored  # what is read from the file
     error = squares = 0.0
-    for linear, weight in zip(job.linears, weights, strict=True):
-        matrix = quantise(weight, factor)
-        values: dict[Kind, NDArray[np.generic]] = {"codes": matrix.codes, "scales": matrix.scales}
+    for linear, weight, tensors in zip(job.linears, weights, encode(scheme, weights), strict=True):
         for tensor, output in zip(scheme.tensors, linear.outputs, strict=True):
-            file.write(output.name, values.get(tensor.kind, np.array(stored)).tobytes())
+            file.write(output.name, tensors[tensor.kind].tobytes())
         on_bytes(linear.ref.nbytes)
-        more = squared_error(weight, matrix)
+        more = squared_error(weight, tensors, scheme)
         error, squares = error + more[0], squares + more[1]
     return error, squares
 

@@ -7,9 +7,17 @@ from pathlib import Path
 
 from copyengine.checkpoint.directory import INDEX, read_config
 from copyengine.checkpoint.header import TensorRef
+from copyengine.checkpoint.keys import Keys
 from copyengine.checkpoint.quantise_plan import Quantised, Shard
-from copyengine.checkpoint.schemes import MODELOPT, WEIGHT, Scheme
-from copyengine.families.packed_groups import PACKED_FORMAT, PACKED_WEIGHTS
+from copyengine.checkpoint.schemes import MODELOPT, WEIGHT, Scheme, fp8_block
+from copyengine.families.packed_groups import (
+    FP8_FORMAT,
+    FP8_WEIGHTS,
+    MXFP4_FORMAT,
+    MXFP4_WEIGHTS,
+    PACKED_FORMAT,
+    PACKED_WEIGHTS,
+)
 from kernels.formats import NVFP4_BLOCK
 
 COPIED = (
@@ -42,13 +50,26 @@ def quantisation(scheme: Scheme, ignored: Sequence[str]) -> dict[str, object]:
     """quantization_config as the tool states it whose scheme it is; the linears `ignored` are not quantised."""
     if scheme is MODELOPT:
         weights: dict[str, object] = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
-        group: dict[str, object] = {"weights": weights, "targets": ["Linear"]}
+        groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
         tool: dict[str, object] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": NVFP4_BLOCK}
-    else:
-        weights = {**PACKED_WEIGHTS, "dynamic": False, "symmetric": True}
-        group = {"weights": weights, "input_activations": None, "output_activations": None, "targets": ["Linear"]}
-        tool = {"quant_method": "compressed-tensors", "format": PACKED_FORMAT, "quantization_status": "compressed"}
+        return {**tool, "config_groups": groups, "ignore": list(ignored)}
+    if scheme == fp8_block(*scheme.block):
+        tool = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        return {**tool, "weight_block_size": list(scheme.block), "modules_to_not_convert": list(ignored)}
+    packing, stated = _packed(scheme)
+    group: dict[str, object] = {"weights": {**stated, "dynamic": False, "symmetric": True}, "targets": ["Linear"]}
+    group |= {"input_activations": None, "output_activations": None}
+    tool = {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed"}
     return {**tool, "config_groups": {"group_0": group}, "ignore": list(ignored)}
+
+
+def _packed(scheme: Scheme) -> tuple[str, Keys]:
+    """What compressed-tensors calls a format and states of its weights."""
+    if scheme.format == "nvfp4":
+        return PACKED_FORMAT, PACKED_WEIGHTS
+    if scheme.format == "mxfp4":
+        return MXFP4_FORMAT, MXFP4_WEIGHTS
+    return FP8_FORMAT, {**FP8_WEIGHTS, "strategy": "block", "block_structure": list(scheme.block)}
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ from copyengine.checkpoint.input_scales import read_input_scales
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.quantise import quantise_checkpoint
 from copyengine.checkpoint.random_model import write_random_model
+from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT
 from copyengine.protocol import ExpertActivations
 from copyengine.records import record_layout
 from kernels.grouped_gemm import InputScales
@@ -137,8 +138,8 @@ def test_both_dialects_give_the_same_answers_where_their_globals_agree(source: P
             assert tensor.abs().max() == tensor[0, 0]
     save_file(tensors, scaled / "model.safetensors")
     answers = []
-    for dialect in ("modelopt", "compressed-tensors"):
-        quantise_checkpoint(scaled, tmp_path / dialect, dialect)
-        answers.append(answer(tmp_path / dialect, "demand"))
+    for name, scheme in {"modelopt": MODELOPT, "compressed-tensors": COMPRESSED_TENSORS}.items():
+        quantise_checkpoint(scaled, tmp_path / name, scheme)
+        answers.append(answer(tmp_path / name, "demand"))
     assert answers[0].tokens == answers[1].tokens
     assert all(torch.equal(*pair) for pair in zip(answers[0].prompt_bits, answers[1].prompt_bits, strict=True))

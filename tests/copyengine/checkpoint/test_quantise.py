@@ -19,12 +19,14 @@ from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.quantise import main, quantise_checkpoint, report
 from copyengine.checkpoint.quantise_shards import make_shard
 from copyengine.checkpoint.random_model import write_random_model
+from copyengine.checkpoint.schemes import COMPRESSED_TENSORS, MODELOPT
 from copyengine.checkpoint.shard_file import ShardFile
 from copyengine.wire.errors import ConfigError
 from kernels.quant import dequant
 from tests.copyengine.checkpoint.quantised_files import DIALECTS, SIZES, DialectName, Made, Tensors
 from tests.copyengine.checkpoint.test_quantised import assert_same_linears
 
+SCHEMES = {"modelopt": MODELOPT, "compressed-tensors": COMPRESSED_TENSORS}
 SMALL = 6000
 """Bytes in a shard; the quantised model takes eight of them."""
 
@@ -60,7 +62,7 @@ def test_all_tensors_and_the_records_read_from_them(tmp_path: Path, dialect: Dia
     """Each tensor as kernels.quant makes it, gate and up under the larger one's global; each record's float64 matrices
     as kernels.quant's."""
     made, target = Made(tmp_path, dialect, dtype, shared=True), tmp_path / "new" / "target"
-    errors = quantise_checkpoint(made.source, target, dialect, SMALL)
+    errors = quantise_checkpoint(made.source, target, SCHEMES[dialect], SMALL)
     assert_same_tensors(tensors_of(target), made.tensors)
     assert_same_linears(target, made.linears)
     weights = tensors_of(made.source)
@@ -75,7 +77,7 @@ def test_all_tensors_and_the_records_read_from_them(tmp_path: Path, dialect: Dia
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_config_is_the_source_s_and_names_what_is_not_quantised(tmp_path: Path, dialect: DialectName) -> None:
     made, target = Made(tmp_path, dialect, shared=True), tmp_path / "target"
-    quantise_checkpoint(made.source, target, dialect)
+    quantise_checkpoint(made.source, target, SCHEMES[dialect])
     config = json.loads((target / "config.json").read_text())
     stated = config.pop("quantization_config")
     assert config == json.loads((made.source / "config.json").read_text())
@@ -225,7 +227,7 @@ def test_targets_that_are_something_else(tmp_path: Path) -> None:
     other.unlink()
     other.mkdir()
     quantise_checkpoint(made.source, other)
-    refused(made.source, other, "another dialect", dialect="compressed-tensors")
+    refused(made.source, other, "another scheme", scheme=COMPRESSED_TENSORS)
     refused(made.source, other, "another shard_nbytes", shard_nbytes=SMALL)
     refused(other, tmp_path / "third", str(other), "already quantised", "nvfp4")
     first = sorted(made.source.glob("*.safetensors"))[0]
@@ -272,7 +274,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     made, target = Made(tmp_path, "compressed-tensors"), tmp_path / "target"
     arguments = [str(made.source), str(target), "--format", "nvfp4", "--dialect", "compressed-tensors"]
     assert main([*arguments, "--shard-mb", "1"]) == 0
-    errors = quantise_checkpoint(made.source, target, "compressed-tensors", 10**6)
+    errors = quantise_checkpoint(made.source, target, COMPRESSED_TENSORS, 10**6)
     out = capsys.readouterr().out
     assert out == f"{report(errors)}\n{target}\n" and "layer 2: 9." in out and "layer 1:" not in out
     assert main(arguments) == 2 and "another shard_nbytes" in capsys.readouterr().err
