@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, RecordLayout
+from kernels.formats import RecordLayout
 from kernels.grouped_gemm.cost import Tile, Tiles
 from kernels.grouped_gemm.ref import NO_SCALES, InputScales
+from kernels.grouped_gemm.tri_arguments import format_arguments, has_fp8_type
 from kernels.grouped_gemm.tri_decode import BACK, NVFP4_GROUP, e2m1_scaled, fp8_add, fp8_end
 from kernels.grouped_gemm.tri_inputs import activation, quantised_rows
 from kernels.moe_align import Blocks
@@ -131,12 +132,6 @@ def even_first(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def has_fp8_type() -> bool:
-    """Whether the current device, if there is one, has instructions for E4M3."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
-
-
-@functools.cache
 def gate_up_arguments(
     layout: RecordLayout, k: int, tile: Tile, fp8_type: bool = True, decode_by_bits: bool = True
 ) -> dict[str, Any]:
@@ -162,28 +157,6 @@ def _arguments(layout: RecordLayout, matrix: str, tile: Tile, fp8_type: bool, de
         "BLOCK_K": tile.block_k,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
-    }
-
-
-def format_arguments(layout: RecordLayout, matrix: str, fp8_type: bool) -> dict[str, Any]:
-    """Constants of the kernels, tri_few's too: what the record holds, and where."""
-    kind, offsets = layout.kind, {field.name: field.offset for field in layout.fields}
-    whole = max(layout.hidden, layout.intermediate)
-    scale_rows, scale_columns = kind.block if kind.name == "fp8_block" else (whole, whole)
-    return {
-        "H": layout.hidden,
-        "I": layout.intermediate,
-        "RECORD": layout.record_nbytes,
-        "FIELD": offsets[matrix],
-        "SCALES": offsets.get(f"{matrix}_scale", 0),
-        "GLOBALS": offsets.get(f"{matrix}_global", 0),
-        "BIASES": offsets.get(f"{matrix}_bias", 0),  # 0: there are none
-        "GROUP": {"nvfp4": NVFP4_BLOCK // 2, "mxfp4": MXFP4_BLOCK // 2}.get(kind.name, 0),
-        "FP8": kind.name in ("fp8_block", "fp8_tensor"),
-        "SCALE_N": scale_rows,
-        "SCALE_K": scale_columns,
-        "QUANTISED": kind.quantised_inputs,
-        "FP8_TYPE": fp8_type,
     }
 
 

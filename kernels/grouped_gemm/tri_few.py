@@ -24,7 +24,7 @@ import triton.language as tl
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm.cost import Tile, Tiles
 from kernels.grouped_gemm.ref import NO_SCALES, InputScales
-from kernels.grouped_gemm.tri import format_arguments, has_fp8_type
+from kernels.grouped_gemm.tri_arguments import format_arguments, has_fp8_type
 from kernels.grouped_gemm.tri_decode import NVFP4_GROUP, e4m3, e4m3_scales, e8m0
 from kernels.grouped_gemm.tri_inputs import activation, quantised_vector
 from kernels.moe_align import Blocks
