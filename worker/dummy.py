@@ -54,6 +54,9 @@ ATTENTION_SHARPNESS = 3.0
 WRITE_SCALE = 0.5
 """What attention's and a dense MLP's last projections are scaled by: they then write about as much as ten experts."""
 
+ZERO_CENTRED = ("final_norm", "input_norm", "ffn_norm", "attention.q_norm", "attention.k_norm")
+"""Norms that scale by 1 + weight in models of `zero_centred_norms`."""
+
 HEAD_SHARPNESS = 3.0
 """Standard deviation of the head's logits."""
 
@@ -113,8 +116,8 @@ class _Drawing:
 
     def fill(self, name: str, layer: int, tensor: torch.Tensor) -> None:
         """Draw `tensor`, which `dense_tensors` calls `name`, of layer `layer`."""
-        spec = self._spec
-        match name.removeprefix("layers.{i}."):
+        spec, short = self._spec, name.removeprefix("layers.{i}.")
+        match short:
             case "embed":
                 self._normal(tensor, self._embedding)
                 tensor[:, CONSTANT] = self._embedding
@@ -141,7 +144,13 @@ class _Drawing:
                 self._normal(tensor, tensor.shape[1] ** -0.5)
             case "score_bias":
                 tensor.zero_()
-            case "attention.o" | "ffn.down" | "shared.down":
+            case "delta.gated_norm":
+                tensor.fill_(1.0)
+            case "delta.conv":
+                self._normal(tensor, tensor.shape[-1] ** -0.5)
+            case "delta.a_log":
+                tensor.uniform_(-4.0, 2.0, generator=self._generator)  # some heads remember long, some do not
+            case "attention.o" | "ffn.down" | "shared.down" | "delta.o":
                 self._normal(tensor, WRITE_SCALE * tensor.shape[1] ** -0.5)[CONSTANT] = 0
             case "router" | "score_router":
                 self._normal(tensor, spec.hidden**-0.5)
@@ -152,6 +161,8 @@ class _Drawing:
                     tensor[CONSTANT] = 0
             case _:
                 self._normal(tensor, spec.hidden**-0.5)
+        if spec.zero_centred_norms and short in ZERO_CENTRED:
+            tensor -= 1
 
     def _normal(self, tensor: torch.Tensor, std: float) -> torch.Tensor:
         return tensor.normal_(0.0, std, generator=self._generator)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from copyengine.budget import dense_memory_nbytes
 from copyengine.checkpoint.dummy import CONSTANT, fill_dummy_experts
@@ -109,6 +110,7 @@ def engine() -> Engine:
         {"tie_word_embeddings": True},
         {"num_experts": 0},
         {"mlp_only_layers": [0, 2]},
+        {"architectures": ["Qwen3NextForCausalLM"], "shared_expert_intermediate_size": 8, "full_attention_interval": 3},
     ],
 )
 def test_every_tensor_is_there_once_finite_and_the_same_again(changes: dict[str, object], dtype: Dtype) -> None:
@@ -122,10 +124,25 @@ def test_every_tensor_is_there_once_finite_and_the_same_again(changes: dict[str,
     assert sum(heard) == dense_memory_nbytes(spec, dtype)
     again = dummy_dense(spec, dtype, CPU, heard.append)
     for name, tensor in weights.items():
-        assert tensor.dtype == TORCH_DTYPES[dtype] and tensor.isfinite().all() and tensor.any()
+        assert tensor.dtype == TORCH_DTYPES[dtype] and tensor.isfinite().all()
+        assert tensor.any() or (spec.zero_centred_norms and name.endswith("norm"))
         assert torch.equal(tensor, again[name])
     for name in ("layers.0.router", "layers.0.ffn.gate", "layers.0.attention.q"):
         assert name not in weights or not torch.equal(weights[name], weights[name.replace("0", "2")])
+
+
+def test_norms_around_zero_scale_as_those_around_one() -> None:
+    """Against the same model whose norms scale by their weights alone; its gated norms do so in both."""
+    hybrid = {"architectures": ["Qwen3NextForCausalLM"], "shared_expert_intermediate_size": 8}
+    spec = spec_of(Sizes(layers=4, hidden=32, intermediate=8, experts=6, experts_per_token=2), **hybrid)
+    zero, one = (
+        dummy_dense(replace(spec, zero_centred_norms=centred), "float32", CPU, lambda nbytes: None)
+        for centred in (True, False)
+    )
+    for name, tensor in one.items():
+        shift = 1.0 if name.endswith("norm") and "gated" not in name else 0.0
+        assert torch.equal(zero[name], tensor - shift)
+    assert {float(one[f"layers.{i}.delta.gated_norm"].min()) for i in range(3)} == {1.0}
 
 
 def test_what_hears_of_the_bytes_can_end_it() -> None:
