@@ -228,3 +228,31 @@ def test_blocks_that_config_and_files_disagree_on(source: Path, tmp_path: Path) 
     of = spelt(source, config, SPELLINGS["fp8 block"])
     of.config["quantization_config"] = {**of.config["quantization_config"], "weight_block_size": [BLOCK[0], 20]}
     refused(write_checkpoint(tmp_path / "x", *of[:2]), "weight_scale_inv has shape", "[3, 2]", "config.json wants")
+
+
+@pytest.mark.parametrize("inner", ["model.language_model.", "language_model.model."])
+def test_a_part_of_a_model_that_also_sees(made: Made, tmp_path: Path, inner: str) -> None:
+    """The same tensors under another prefix, with names in config.json that keep the first one."""
+    head = "language_model.lm_head." if inner == "language_model.model." else "lm_head."
+    tensors = {
+        name.replace("model.", inner, 1) if name.startswith("model.") else name.replace("lm_head.", head, 1): tensor
+        for name, tensor in made[1].tensors.items()
+    }
+    config = {**made[1].config}
+    config["quantization_config"] = {**made[0].config, "ignore": ["model.layers.0.mlp.gate"]}
+    plain = open_model(write_checkpoint(tmp_path / "plain", made[1].config, made[1].tensors))
+    other = open_model(write_checkpoint(tmp_path / "other", config, tensors))
+    assert other.spec == plain.spec
+    assert all(map(np.array_equal, banks_of(plain)[1], banks_of(other)[1]))
+    expected = dense_of(plain, "bfloat16")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in dense_of(other, "bfloat16").items())
+
+
+def test_modelopt_s_own_file_alone(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    of = spelt(source, config, SPELLINGS["modelopt nvfp4"])
+    stated = write_checkpoint(tmp_path / "stated", of.config, of.tensors)
+    alone = write_checkpoint(tmp_path / "alone", config, of.tensors)
+    (alone / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert open_model(alone).spec == open_model(stated).spec
+    assert all(map(np.array_equal, banks_of(open_model(alone))[1], banks_of(open_model(stated))[1]))
