@@ -12,6 +12,7 @@ from copyengine.wire.loop import EventLoop
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 AutoOr = Literal["auto"]
+CachePolicy = Literal["lru", "lrfu"]
 
 MOST = 2**31 - 1
 """Counts and sizes above this are slips of the keyboard, and would not fit in a message either."""
@@ -52,6 +53,13 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     slots: Annotated[
         AutoOr | Annotated[int, Meta(ge=1, le=MOST)], Meta(description="experts the device pool holds")
     ] = "auto"
+    cache_policy: Annotated[
+        CachePolicy,
+        Meta(
+            description="which expert makes room for another: lru the least recently used; lrfu the one of the lowest "
+            "score, which each use in decode adds to and which halves every 64 steps"
+        ),
+    ] = "lru"
     max_running_requests: Annotated[
         int, Meta(ge=1, le=MOST, description="requests that prefill or decode at a time")
     ] = 16

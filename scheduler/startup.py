@@ -48,6 +48,7 @@ def load_request(config: SchedulerConfig) -> Load:
         state_slots=0 if config.state_slots == "auto" else config.state_slots,
         load_format=config.load_format,
         expert_activations=config.expert_activations,
+        cache_policy=config.cache_policy,
         demand_prefill=config.demand_tokens > 0,
         deadline_s=config.ready_timeout_s,
     )

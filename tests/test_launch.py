@@ -30,6 +30,7 @@ FLAGS = {
     "--workers": 1,
     "--demand-tokens": 512,
     "--slots": "auto",
+    "--cache-policy": "lru",
     "--max-running-requests": 16,
     "--max-queued-requests": 256,
     "--chunked-prefill-size": 4096,

@@ -109,7 +109,7 @@ class DeviceSlots:
     def _make_tables(self, flags: torch.Tensor, queries: int, capacity: int) -> None:
         geometry, where = self.geometry, flags.device
         flags.fill_(LANDED)
-        self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots, where)
+        self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots, where, geometry.half_life)
         self._admission = admit.new_device_admission(
             self._state, flags[:queries], self._mapped.address, capacity, geometry.max_query
         )
@@ -322,7 +322,10 @@ class DeviceSlots:
         return True
 
     def _forget_step(self) -> None:
-        """Forget what the slots hold that were used since the step began, and that it failed."""
+        """Forget what the slots hold that were used since the step began, and that it failed.
+
+        With a scored policy also what was used often before it, whose stamps lie behind the clock.
+        """
         state = self._state
         used = state.last_used > self._clock_before
         owners = state.owner[used & (state.owner != admit.ABSENT)].long()

@@ -16,6 +16,7 @@ from copyengine.protocol import Dtype
 from copyengine.protocol import Loaded as BanksLoaded
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
+from kernels.admit import half_life_of
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import InputScales
 from worker.backend import Backend, PoolOrder, Rehearsal, Slots
@@ -52,6 +53,10 @@ OnProgress = Callable[[LoadProgress], None]
 log = logging.getLogger(__name__)
 
 
+HALF_LIFE_STEPS = 64
+"""Decode steps after which a use counts half in the cache policy "lrfu"."""
+
+
 class Prepared(Struct, frozen=True):
     """A checkpoint that was checked and fits, with nothing read and nothing allocated."""
 
@@ -59,6 +64,7 @@ class Prepared(Struct, frozen=True):
     dtype: Dtype
     record: RecordLayout | None  # None for a dense model
     budget: Budget
+    half_life: int = 0  # as SlotGeometry has it
 
 
 def prepare(load: Load, backend: Backend) -> Prepared:
@@ -69,7 +75,16 @@ def prepare(load: Load, backend: Backend) -> Prepared:
     model = open_model(Path(load.model), load.hf_overrides, load.load_format, load.expert_activations)
     dtype = cast(Dtype, model.spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
     record = record_layout(model.spec, dtype)
-    return Prepared(model, dtype, record, _budget(model, dtype, record, load, backend))
+    budget = _budget(model, dtype, record, load, backend)
+    return Prepared(model, dtype, record, budget, _half_life(model, load))
+
+
+def _half_life(model: Model, load: Load) -> int:
+    if load.cache_policy == "lru":
+        return 0
+    if model.spec.moe is None:
+        raise ConfigError("--cache-policy lrfu: a dense model has no experts to cache; leave --cache-policy out")
+    return half_life_of(len(model.spec.moe_layers), HALF_LIFE_STEPS)
 
 
 def fit(prepared: Prepared, load: Load, backend: Backend) -> Prepared:
@@ -179,6 +194,7 @@ def make_pool(
         slots=prepared.budget.slots,
         stream_groups=prepared.budget.stream_groups,
         max_query=prepared.budget.query_experts,
+        half_life=prepared.half_life,
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
     record, scales = prepared.record, [InputScales(*pair) for pair in input_scales]

@@ -55,7 +55,7 @@ class ExpertSlots:
         """
         self.geometry = geometry
         self._worker = worker
-        self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots)
+        self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots, half_life=geometry.half_life)
         self._pool = device.allocate(run_id, f"{worker}-pool", geometry.pool_slots * geometry.record_nbytes, on_bytes)
         flags = geometry.experts + geometry.stream_groups  # a layer has at most E queries
         try:
@@ -184,7 +184,7 @@ class ExpertSlots:
 
     def _admit(self, flag: int, layer: int, query: torch.Tensor, needed: torch.Tensor) -> Group:
         """Give the query slots, and ring for what is missing."""
-        slots, missing = admit.admit(self._state, layer, query, needed)
+        slots, missing = admit.admit(self._state, layer, query, needed, counts=self._mode == "decode")
         copied = query[missing].tolist()
         self._traffic[layer] += (len(query) - len(copied), len(copied))
         if copied:

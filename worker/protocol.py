@@ -27,6 +27,7 @@ class Load(Struct, frozen=True, tag=True):
     kv_placement: Literal["device", "host"] = "device"
     load_format: Literal["auto", "dummy"] = "auto"
     expert_activations: Literal["plain", "w4a4"] = "plain"  # w4a4: rounded to FP4 before experts of that
+    cache_policy: Literal["lru", "lrfu"] = "lru"
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
     deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up
 

@@ -1,8 +1,9 @@
 """Admission: choosing slots for the experts that a layer's step routes to, and the victims that make room.
 
 One pool of S slots holds the experts of all layers. A layer's distinct experts D are cut into queries (`cut`), and
-each query is admitted by itself (`admit`). Victims are free slots first, then the least recently used, ties to the
-lowest slot; a slot whose expert the layer's step still needs is never a victim.
+each query is admitted by itself (`admit`). Victims are free slots first, then the least recently used, or with a
+half-life those of the lowest score (`kernels.admit.lrfu`), ties to the lowest slot; a slot whose expert the layer's
+step still needs is never a victim.
 
 If D fits (len(D) <= S), all queries may be admitted before the first one's copies have landed. If it does not, the
 resident experts come first and each query is admitted when the GEMM over the one before it is done: slots of finished
@@ -28,6 +29,7 @@ from kernels.admit.device import (
     most_queries,
     new_device_admission,
 )
+from kernels.admit.lrfu import half_life_of
 from kernels.admit.state import ABSENT, FREE, AdmissionState, Cut, new_state
 from kernels.admit.stream import STREAM_STATS, DeviceStream, check_part, new_device_stream
 
@@ -45,6 +47,7 @@ __all__ = [
     "admit",
     "admit_layer",
     "cut",
+    "half_life_of",
     "invalidate",
     "launches",
     "most_queries",
@@ -65,14 +68,17 @@ def cut(state: AdmissionState, layer: int, experts: Tensor, max_query: int) -> C
     return ref.cut(state, layer, experts, max_query)
 
 
-def admit(state: AdmissionState, layer: int, query: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+def admit(
+    state: AdmissionState, layer: int, query: Tensor, needed: Tensor, counts: bool = False
+) -> tuple[Tensor, Tensor]:
     """Give every expert of `query` a slot; updates `state`.
 
     `query` [n] int64 is one of the queries of `cut`; `needed` [m] int64 are all experts of the layer whose GEMM in this
-    step is not done yet, those of `query` included. Returns slots [n] int32 and missing [n] bool: where it is true the
+    step is not done yet, those of `query` included. A scored policy adds this use to the score of experts that are
+    there if it `counts`, as a decode step's does. Returns slots [n] int32 and missing [n] bool: where it is true the
     expert was not resident, and its record must be copied into the slot. ValueError if too few slots may be evicted.
     """
-    return ref.admit(state, layer, query, needed)
+    return ref.admit(state, layer, query, needed, counts)
 
 
 def invalidate(state: AdmissionState, layer: int, experts: Tensor) -> None:
@@ -95,7 +101,8 @@ def admit_layer(
     after the GEMM over the query before, with the same offsets; where there is no such query they do nothing.
     Query i has flag i: landed at once if it has no misses, else cleared and rung. Flags of queries that the layer does
     not have are set too, so that a captured graph may wait for all. `device.spans` bounds the experts of each query.
-    `count_routing` adds the layer's distinct experts to `device.routing` (with `index` 0).
+    `count_routing`, of a decode step, adds the layer's distinct experts to `device.routing` (with `index` 0), and
+    counts for a scored policy, as in `admit`.
     ValueError for what `check_layer` refuses.
     """
     check_layer(state, layer, offsets, index)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.admit.lrfu import REACH, STEPS
 from kernels.admit.state import ABSENT, FREE, AdmissionState, Cut
 
 PROTECTED = torch.iinfo(torch.int64).max
@@ -17,12 +18,12 @@ def cut(state: AdmissionState, layer: int, experts: Tensor, max_query: int) -> C
     return Cut(_pieces(experts[resident], longest) + _pieces(experts[~resident], longest), at_once=False)
 
 
-def admit(state: AdmissionState, layer: int, query: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+def admit(state: AdmissionState, layer: int, query: Tensor, needed: Tensor, counts: bool) -> tuple[Tensor, Tensor]:
     """See `kernels.admit.admit`."""
     slots = state.slot_of[layer, query]
     missing = slots == ABSENT
     state.clock.add_(1)
-    state.last_used[slots[~missing]] = state.clock
+    _use(state, slots[~missing].long(), counts)
     if bool(missing.any()):
         experts = query[missing]
         victims = _victims(state, layer, needed, experts.numel())
@@ -32,6 +33,19 @@ def admit(state: AdmissionState, layer: int, query: Tensor, needed: Tensor) -> t
         state.last_used[victims] = state.clock
         slots[missing] = victims.to(torch.int32)
     return slots, missing
+
+
+def _use(state: AdmissionState, slots: Tensor, counts: bool) -> None:
+    """The clock's time into `last_used`; with a scored policy a use that `counts` adds to the score, another one only
+    makes it that of one use at least."""
+    if not state.half_life:
+        state.last_used[slots] = state.clock
+        return
+    before, time = state.last_used[slots], state.clock
+    if counts:
+        from_first = (time - before + REACH * state.half_life).clamp(0, 2 * REACH * state.half_life - 1)
+        time = time + state.bumps[from_first // (state.half_life // STEPS)]
+    state.last_used[slots] = torch.maximum(before, time)
 
 
 def invalidate(state: AdmissionState, layer: int, experts: Tensor) -> None:
@@ -48,7 +62,7 @@ def _pieces(experts: Tensor, longest: int) -> list[Tensor]:
 
 
 def _victims(state: AdmissionState, layer: int, needed: Tensor, count: int) -> Tensor:
-    """[count] int64 ascending: the least recently used slots that hold no needed expert of this layer."""
+    """[count] int64 ascending: the slots of the smallest stamps that hold no needed expert of this layer."""
     held = state.slot_of[layer, needed]
     age = state.last_used.clone()
     age[held[held != ABSENT]] = PROTECTED

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.admit.lrfu import bumps
+
 ABSENT = -1
 """In `slot_of`: the expert is in no slot. In `owner`: the slot holds no expert."""
 
@@ -18,8 +20,10 @@ class AdmissionState:
 
     slot_of: Tensor  # [L, E] int32
     owner: Tensor  # [S] int32, layer * E + expert
-    last_used: Tensor  # [S] int64, the clock at the last admission of its expert
+    last_used: Tensor  # [S] int64, the clock at the last admission of its expert; with a scored policy, its stamp
     clock: Tensor  # [] int64, counts admitted queries
+    bumps: Tensor  # of kernels.admit.lrfu; empty with the policy "lru"
+    half_life: int = 0  # in ticks of the clock; 0 with the policy "lru"
 
     @property
     def layers(self) -> int:
@@ -45,11 +49,18 @@ class Cut:
     at_once: bool  # all of them may be admitted before the first one's GEMM is done
 
 
-def new_state(layers: int, experts: int, slots: int, device: torch.device | str = "cpu") -> AdmissionState:
-    """An empty pool of S = `slots` slots for L = `layers` layers of E = `experts` experts."""
+def new_state(
+    layers: int, experts: int, slots: int, device: torch.device | str = "cpu", half_life: int = 0
+) -> AdmissionState:
+    """An empty pool of S = `slots` slots for L = `layers` layers of E = `experts` experts.
+
+    With a `half_life`, in admitted queries, the policy is kernels.admit.lrfu's. ValueError for one that it cannot have.
+    """
     return AdmissionState(
         slot_of=torch.full((layers, experts), ABSENT, dtype=torch.int32, device=device),
         owner=torch.full((slots,), ABSENT, dtype=torch.int32, device=device),
         last_used=torch.full((slots,), FREE, dtype=torch.int64, device=device),
         clock=torch.zeros((), dtype=torch.int64, device=device),
+        bumps=bumps(half_life, device),
+        half_life=half_life,
     )

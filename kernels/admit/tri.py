@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.admit import lrfu
 from kernels.admit.device import MAX_PAIRS, DeviceAdmission, most_queries
 from kernels.admit.state import AdmissionState
 from kernels.admit.tri_ring import (
@@ -38,6 +39,8 @@ from kernels.admit.tri_ring import (
     write_pairs,
 )
 
+REACH = tl.constexpr(lrfu.REACH)
+STEPS = tl.constexpr(lrfu.STEPS)
 OLDEST = tl.constexpr(2**31 - 2)
 CHUNK = 8192
 """Slots looked at together where registers are short."""
@@ -55,6 +58,7 @@ SCALARS = [
     "num_flags",
     "first_flag",
     "count",
+    "half_life",
 ]
 
 
@@ -110,7 +114,8 @@ def cut_layer(
 
 @triton.jit
 def write_ages(ages, owner, last_used, query_of, now, layer, index, experts, slots, CHUNK: tl.constexpr):
-    """[S] int32: admissions since each slot was used; free ones are older than all, -1 for those not to take.
+    """[S] int32: admissions from each slot's stamp to `now`, which no stamp is behind; free ones are older than all, -1
+    for those not to take.
 
     By chunks, for the 64-bit stamps of 25,000 slots at a time do not fit in registers.
     """
@@ -212,6 +217,15 @@ def write_record(cell, flag, layer, missing, victims, start, n, MAX_PAIRS: tl.co
     write_pairs(cell, i, expert, tl.load(victims + start + i, i < n, 0), i < n)
 
 
+@triton.jit
+def scored(last_used, time, hit, bumps, half_life, count):
+    """The stamps of the slots hit at `time`: see kernels.admit.ref._use."""
+    before = tl.load(last_used, hit, 0)
+    from_first = tl.minimum(tl.maximum(time - before + half_life * REACH, 0), half_life * (2 * REACH) - 1)
+    bump = tl.load(bumps + from_first // (half_life // STEPS), hit & (count != 0), 0)
+    return tl.maximum(before, time + bump)
+
+
 @triton.jit(do_not_specialize=SCALARS)
 def admit_kernel(
     offsets,  # [E + 1] int32
@@ -219,6 +233,7 @@ def admit_kernel(
     owner,  # [S] int32
     last_used,  # [S] int64
     clock,  # [] int64
+    bumps,  # [N] int64, read with a half-life
     query_of,  # [E] int32
     table,  # [E] int32
     spans,  # [Q, 2] int32
@@ -242,6 +257,7 @@ def admit_kernel(
     num_flags,
     first_flag,
     count,
+    half_life,
     FIRST: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -294,7 +310,9 @@ def admit_kernel(
     if misses > 0:
         tl.debug_barrier()  # from here on the tables change
         tl.store(missing + tl.cumsum(miss.to(tl.int32), 0) - 1, e, miss)
-        write_ages(ages, owner, last_used, query_of, now, layer, index, experts, slots, CHUNK)
+        # A scored policy's stamps lie up to REACH half-lives behind the clock.
+        latest = now + half_life * REACH
+        write_ages(ages, owner, last_used, query_of, latest, layer, index, experts, slots, CHUNK)
         take_oldest(ages, slots, misses, oldest, victims, end - index > 1, BLOCK_S, CHUNK)
         if end - index > 1:
             deal_out(oldest, missing, query_of, victims, misses, BLOCK_M)
@@ -329,7 +347,10 @@ def admit_kernel(
         tl.store(control + CONSUMED, consumed)
     elif (end > index) | FIRST:
         tl.store(table + e, tl.where(hit, slot, -1), in_row)
-    tl.store(last_used + slot, now + query - index + 1, hit)
+    time = now + query - index + 1
+    if half_life > 0:
+        time = scored(last_used + slot, time, hit, bumps, half_life, count)
+    tl.store(last_used + slot, time, hit)
     if end > index:
         tl.store(clock, now + end - index)
         hits = (counts & 0xFFFF) - misses
@@ -365,6 +386,7 @@ def admit_layer(
         state.owner,
         state.last_used,
         state.clock,
+        state.bumps if state.half_life else state.clock,
         device.query_of,
         device.table,
         device.spans,
@@ -385,6 +407,7 @@ def admit_layer(
         num_flags,
         device.first_flag,
         int(count_routing),
+        state.half_life,
         FIRST=index == 0,
         **launch_options(state.experts, state.slots, device.max_query, num_flags),
     )

@@ -15,7 +15,7 @@ from tests.kernels import admit_histories as histories
 from tests.kernels import admitted_rows
 
 ROOT = Path(__file__).parent.parent.parent
-POINTERS = dict.fromkeys(("last_used", "clock", "stats", "oldest", "routing"), "*i64") | {"ring": "i64"}
+POINTERS = dict.fromkeys(("last_used", "clock", "bumps", "stats", "oldest", "routing"), "*i64") | {"ring": "i64"}
 """Arguments of the kernel that are not *i32 (tensors) or i32 (histories.SCALARS)."""
 SHARED_NBYTES = 227 * 1024
 """What one program may have on sm_90."""

@@ -105,11 +105,18 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 @contextmanager
 def engine(
-    experts: int, k: int, dtype: Dtype, slots: int, max_query: int = 128, routing: str = "random", kind: str = ""
+    experts: int,
+    k: int,
+    dtype: Dtype,
+    slots: int,
+    max_query: int = 128,
+    routing: str = "random",
+    kind: str = "",
+    half_life: int = 0,
 ) -> Iterator[Engine]:
     hidden, intermediate = (64, 32) if kind else (HIDDEN, INTERMEDIATE)
     record = layout(KINDS.get(kind, dtype), hidden, intermediate)
-    rig = Rig(SlotGeometry(2, experts, record.record_nbytes, slots, max_query=max_query))
+    rig = Rig(SlotGeometry(2, experts, record.record_nbytes, slots, max_query=max_query, half_life=half_life))
     try:
         yield Engine(rig, spec_of(experts, k, hidden, intermediate), dtype, routing, kind)
     finally:
@@ -194,6 +201,22 @@ def test_quantised_experts_of_every_kind(kind: str, dtype: Dtype) -> None:
                 pool.decode_a_while(seed)
                 for mode in ("demand", "streamed"):
                     assert_same_bits(pool.chunk(mode, tokens)[0], expected[tokens])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_whatever_a_scored_policy_left_resident() -> None:
+    """Chunks between decode steps with the policy "lrfu", which keeps other experts than "lru" does."""
+    expected = references(16, 4, "float32")
+    hits = []
+    for half_life in (0, 256):
+        with engine(16, 4, "float32", 19, 3, half_life=half_life) as pool:
+            for seed, tokens in enumerate(SIZES):
+                for turn in range(4):
+                    pool.decode_a_while(seed * 10 + turn)
+                assert_same_bits(pool.chunk("demand", tokens)[0], expected[tokens])
+            stats = pool.rig.slots.stats()
+            hits.append([stats["decode"].hits, stats["demand"].hits])
+    assert hits[0] != hits[1]
 
 
 @pytest.mark.usefixtures("one_thread")
