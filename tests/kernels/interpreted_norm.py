@@ -14,7 +14,9 @@ for shape in SHAPES:
     generator = torch.Generator().manual_seed(len(shape))
     x = torch.randn(shape, generator=generator) * 30
     weight = torch.randn(shape[-1], generator=generator)
-    torch.testing.assert_close(tri.rms_norm(x, weight, 1e-6), ref.rms_norm(x, weight, 1e-6), atol=1e-6, rtol=1e-6)
+    for zero_centred in (False, True):
+        ours, theirs = (rms_norm(x, weight, 1e-6, zero_centred) for rms_norm in (tri.rms_norm, ref.rms_norm))
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
 
 wide = torch.randn(5, 7, 96, generator=torch.Generator().manual_seed(1))
 for view in (wide[:, 2:5], wide[:, :, 1:40], wide.transpose(1, 2), wide[::2, 1::2], wide[None, :, 2:5]):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.norm import rms_norm
+from kernels.norm import gated_rms_norm, rms_norm
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,22 @@ def test_values_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, ...])
     generator = torch.Generator().manual_seed(len(shape))
     x = (torch.randn(shape, generator=generator) * 30).to(dtype)
     check(x, torch.randn(shape[-1], generator=generator).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_weights_around_zero_and_gates(dtype: torch.dtype) -> None:
+    """Against the formulas in float64; a zero-centred weight is added to 1 before anything is rounded."""
+    generator = torch.Generator().manual_seed(3)
+    x, gate = torch.randn(2, 5, 3, 40, generator=generator).to(dtype)
+    weight = (torch.randn(40, generator=generator) / 16).to(dtype)
+    wide = x.double() / torch.sqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-6)
+    centred = rms_norm(x, weight, 1e-6, zero_centred=True)
+    bound = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(centred.double(), wide * (1.0 + weight.double()), atol=bound, rtol=bound)
+    gated = gated_rms_norm(x, gate, weight, 1e-6)
+    expected = wide * weight.double() * gate.double() * torch.sigmoid(gate.double())
+    assert gated.dtype == centred.dtype == dtype
+    torch.testing.assert_close(gated.double(), expected, atol=bound, rtol=bound)
 
 
 def test_squares_beyond_the_narrow_type_do_not_overflow() -> None:
