@@ -1,5 +1,5 @@
-"""Paged latent attention against a float64 loop over heads that each have keys and values of their own; the Triton
-kernels against that and the reference."""
+"""Paged latent attention against its definition in float64, and against heads that each have keys and values of their
+own; the Triton kernels against that and the reference."""
 
 import subprocess
 import sys
@@ -40,14 +40,14 @@ class Sequence:
         return q, wide[..., 6:]
 
     def expected(self, q: torch.Tensor, q_rope: torch.Tensor, start: int, scale: float) -> torch.Tensor:
-        """[n, heads, R] float64, one row and head at a time."""
-        out = torch.zeros(q.shape, dtype=torch.float64)
-        for i in range(q.shape[0]):
-            c, r = self.latents[: start + i + 1].double(), self.ropes[: start + i + 1].double()
-            for h in range(q.shape[1]):
-                scores = c @ q[i, h].double().cpu() + r @ q_rope[i, h].double().cpu()
-                out[i, h] = torch.softmax(scale * scores, dim=0) @ c
-        return out
+        """[n, heads, R] float64 on the device: the definition, with every score held and masked."""
+        length = start + q.shape[0]
+        c, r = (kept[:length].to(self.device).double() for kept in (self.latents, self.ropes))
+        scores = torch.einsum("nhr,lr->nhl", q.double(), c) + torch.einsum("nhp,lp->nhl", q_rope.double(), r)
+        positions = torch.arange(length, device=self.device)
+        hidden = positions[None] > positions[start:, None]
+        weights = torch.softmax((scale * scores).masked_fill(hidden[:, None], float("-inf")), dim=-1)
+        return torch.einsum("nhl,lr->nhr", weights, c)
 
 
 def check_prefill(
@@ -59,7 +59,7 @@ def check_prefill(
     out = latent_attention(q, q_rope, *sequence.kept, sequence.pages, start, scale)
     assert out.shape == (rows, heads, rank) and out.dtype == dtype and out.is_contiguous()
     expected = sequence.expected(q, q_rope, start, scale)
-    torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def check_decode(
@@ -73,10 +73,10 @@ def check_decode(
     out = decode_latent_attention(q, q_rope, *sequence.kept, table, counts, 0.1)
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
-        expected = torch.zeros(1, heads, rank, dtype=torch.float64)
+        expected = torch.zeros(1, heads, rank, dtype=torch.float64, device=device)
         if length:
             expected = sequence.expected(q[one], q_rope[one], length - 1, 0.1)
-        torch.testing.assert_close(out[one].double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(out[one].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         wider = torch.nn.functional.pad(table[one], (0, 3))
         assert torch.equal(
             decode_latent_attention(q[one], q_rope[one], *sequence.kept, wider, counts[one], 0.1), out[one]
@@ -195,13 +195,7 @@ def test_they_compile_for_every_gpu_type_and_number_of_heads(capability: int, dt
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("rows", "start", "heads", "rank", "rope"),
-    [
-        (1, 0, 1, 512, 64),
-        (7, 300, 16, 512, 64),
-        (33, 1000, 128, 512, 64),
-        (130, 0, 20, 192, 32),
-        (3, 2047, 128, 512, 64),
-    ],
+    [(1, 0, 128, 512, 64), (33, 1000, 128, 512, 64), (130, 0, 20, 192, 32), (3, 2047, 128, 512, 64)],
 )
 def test_the_device_s_chunks_are_those_of_float64(
     rows: int, start: int, heads: int, rank: int, rope: int, dtype: torch.dtype
@@ -212,7 +206,7 @@ def test_the_device_s_chunks_are_those_of_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "rank", "rope"), [(128, 512, 64), (16, 512, 64), (5, 24, 6)])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(128, 512, 64), (16, 512, 64)])
 def test_the_device_s_decode_rows_are_those_of_float64_in_any_batch(
     heads: int, rank: int, rope: int, dtype: torch.dtype
 ) -> None:
