@@ -42,7 +42,7 @@ def latent_attention(
     tile, splits = plan
     share = triton.cdiv(triton.cdiv(start + rows, tile.block_n), splits) * tile.block_n
     sums, stats = _partials(q, splits) if splits > 1 else (out, out)
-    q, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q, q_rope))
+    q, q_rope = _steadily_strided(q), _steadily_strided(q_rope)
     largest = max(latent_pages.numel(), rows * max(q.stride(0), q_rope.stride(0)), out.numel() * splits)
     arguments = launch_arguments(heads, latent_pages, rope_pages, tile, wide=largest >= 2**31)
     _prefill[prefill_grid(rows, heads, arguments, splits)](
@@ -92,7 +92,7 @@ def decode_latent_attention(
         plan = tile, cost.decode_splits(heads, tile)
     tile, splits = plan
     sums, stats = _partials(q, splits)
-    q, q_rope = (x if x.stride(2) == 1 else x.contiguous() for x in (q, q_rope))
+    q, q_rope = _steadily_strided(q), _steadily_strided(q_rope)
     table, lengths = table if table.stride(1) == 1 else table.contiguous(), lengths.contiguous()
     arguments = launch_arguments(heads, latent_pages, rope_pages, tile, wide=latent_pages.numel() >= 2**31)
     _decode[decode_grid(rows, heads, arguments, splits)](
@@ -206,6 +206,13 @@ def merge_arguments(heads: int, rank: int, most_splits: int, tile: Tile, decode:
 def store_arguments(rank: int, rope: int, page_tokens: int) -> dict[str, Any]:
     blocks = {"BLOCK_R": triton.next_power_of_2(rank), "BLOCK_P": triton.next_power_of_2(rope)}
     return {"R": rank, "P": rope, "PAGE_TOKENS": page_tokens, **blocks, "num_warps": 4}
+
+
+def _steadily_strided(x: torch.Tensor) -> torch.Tensor:
+    """`x` [n, heads, W], or a copy if a step of another n would have strides that Triton compiles for anew: those of
+    widths that are no multiple of 16, where n is a factor of one. No kernel may be new in a step that waits for copies.
+    """
+    return x if x.stride(2) == 1 and x.shape[2] % 16 == 0 else x.contiguous()
 
 
 def _partials(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
