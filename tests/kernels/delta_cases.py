@@ -40,9 +40,10 @@ def tokens_of(rows: int, sizes: Sizes, dtype: torch.dtype = torch.float32, devic
     generator = torch.Generator().manual_seed(rows)
     keys, values = sizes.key_heads * sizes.k_dim, sizes.heads * sizes.v_dim
     widths = [keys, keys, values, sizes.heads, sizes.heads]
-    whole = torch.randn(rows, sum(widths), generator=generator)
+    total = -(-sum(widths) // 8) * 8  # so that every row starts as far from a multiple of 16 bytes as the first
+    whole = torch.randn(rows, total, generator=generator)
     whole[:, keys : 2 * keys] += 2.0
-    q, k, v, a, b = torch.split(whole.to(dtype).to(device), widths, dim=1)
+    q, k, v, a, b = torch.split(whole.to(dtype).to(device)[:, : sum(widths)], widths, dim=1)
     q, k = (x.view(rows, sizes.key_heads, sizes.k_dim) for x in (q, k))
     return Tokens(q, k, v.view(rows, sizes.heads, sizes.v_dim), a, b)
 
@@ -58,3 +59,9 @@ def states_of(*shape: int, device: str = "cpu") -> torch.Tensor:
     elements = int(np.prod(shape))
     memory = torch.randn(SLOTS, elements + 5, generator=torch.Generator().manual_seed(elements)).to(device)
     return memory[:, 3 : 3 + elements].view(SLOTS, *shape)
+
+
+def copy_of(states: torch.Tensor) -> torch.Tensor:
+    """The same states, strided and aligned alike, as `clone` would not have them: kernels compile for both."""
+    copy = states_of(*states.shape[1:], device=states.device.type)
+    return copy.copy_(states)

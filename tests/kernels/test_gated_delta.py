@@ -13,7 +13,7 @@ from kernels.causal_conv import causal_conv, causal_conv_step
 from kernels.gated_delta import Gates, Tokens, gated_delta, gated_delta_step, ref
 from kernels.norm import gated_rms_norm
 from kernels.state_pieces import Pieces, Span
-from tests.kernels.delta_cases import SPANS, Sizes, gates_of, pieces_of, states_of, tokens_of
+from tests.kernels.delta_cases import SPANS, Sizes, copy_of, gates_of, pieces_of, states_of, tokens_of
 
 ROOT = Path(__file__).parents[2]
 SIZES = Sizes(2, 6, 12, 20)
@@ -74,13 +74,13 @@ def check_step(sizes: Sizes, dtype: torch.dtype, device: str) -> None:
     state = states_of(sizes.heads, sizes.k_dim, sizes.v_dim, device=device)
     spans = [Span(1, s, [(1, t)] if t >= 0 else []) for s, t in zip(SOURCES, TARGETS, strict=True)]
     wanted, states = by_definition(tokens, gates, state, spans)
-    before = state.clone()
+    before = copy_of(state)
     sources, targets = (torch.tensor(x, dtype=torch.int32, device=device) for x in (SOURCES, TARGETS))
     out = gated_delta_step(tokens, gates, state, sources, targets)
     for ours, theirs in ((out, wanted), (state, states)):
         assert float((ours.to(torch.float64) - theirs).abs().max() / theirs.abs().max()) <= TOLERANCE[dtype]
     for row in range(5):
-        own, at = before.clone(), slice(row, row + 1)
+        own, at = copy_of(before), slice(row, row + 1)
         alone = gated_delta_step(Tokens(*(x[at] for x in tokens)), gates, own, sources[at], targets[at])
         assert torch.equal(alone, out[at])
         assert TARGETS[row] < 0 or torch.equal(own[TARGETS[row]], state[TARGETS[row]])
@@ -95,9 +95,9 @@ def check_alone(sizes: Sizes, dtype: torch.dtype, device: str) -> None:
     spans = [Span(7, -1, [(7, 0)]), Span(90, 1, [(20, 2), (90, 1)]), Span(65, 3, [(65, 3)])]
     tokens, gates = tokens_of(162, sizes, dtype, device), gates_of(sizes, dtype, device)
     before = states_of(sizes.heads, sizes.k_dim, sizes.v_dim, device=device)
-    whole = before.clone()
+    whole = copy_of(before)
     out = gated_delta(tokens, gates, whole, pieces_of(spans, device))
-    own = before.clone()
+    own = copy_of(before)
     alone = gated_delta(Tokens(*(x[7:97] for x in tokens)), gates, own, pieces_of(spans[1:2], device))
     assert torch.equal(alone, out[7:97]) and torch.equal(own[1:3], whole[1:3])
     later = gated_delta(Tokens(*(x[27:97] for x in tokens)), gates, own, pieces_of([Span(70, 2, [(70, 4)])], device))
@@ -188,7 +188,7 @@ def test_a_graph_takes_tokens_into_the_states_it_is_told_of() -> None:
         out = compute()
     sources.copy_(torch.tensor(SOURCES, dtype=torch.int32))
     targets.copy_(torch.tensor(TARGETS, dtype=torch.int32))
-    eager = state.clone()
+    eager = copy_of(state)
     wanted = gated_delta_step(tokens, gates, eager, sources, targets)
     graph.replay()
     assert torch.equal(out, wanted) and torch.equal(state, eager)

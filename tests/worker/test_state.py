@@ -12,6 +12,7 @@ import torch
 from tests.worker.model.test_pre_norm import relative_error
 from tests.worker.resident_experts import resident_runner
 from worker.model.batch import StateRows
+from worker.model.gated_delta import _heads
 from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.state import StateSlots
 from worker.step import FullResult, StepRunner
@@ -148,3 +149,13 @@ def test_a_copy_is_of_one_slot_alone(model: Model) -> None:
     before[6] = before[3]
     assert before[3].any() and all(torch.equal(model.state(slot), state) for slot, state in enumerate(before))
     assert model.states.nbytes == model.states.count * before[0].nbytes
+
+
+def test_a_layers_views_have_the_same_strides_for_any_number_of_rows() -> None:
+    """Of one row as of eight: what a device's kernels are compiled for must not tell how large a batch is."""
+    seen = set()
+    for rows in (1, 2, 8):
+        mixed, z = torch.split(torch.zeros(rows, 90), [60, 30], dim=1)
+        assert torch.equal(_heads(mixed, 6), mixed.reshape(rows, 6, 10))
+        seen.add((_heads(mixed, 6).stride(), _heads(z, 3).stride(), _heads(z, 3).storage_offset()))
+    assert seen == {((90, 10, 1), (90, 10, 1), 60)}

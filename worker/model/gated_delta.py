@@ -38,7 +38,7 @@ class GatedDelta:
             assert states is not None
             mixed = causal_conv(mixed, self._conv, self._state.conv, states)
             out = gated_delta(self._tokens(mixed, a, b), self._gates, self._state.recurrent, states)
-        out = gated_rms_norm(out, z.view(z.shape[0], spec.v_heads, spec.v_dim), self._norm, self._eps)
+        out = gated_rms_norm(out, _heads(z, spec.v_heads), self._norm, self._eps)
         return functional.linear(out.flatten(1), self._out)
 
     def _tokens(self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Tokens:
@@ -46,8 +46,14 @@ class GatedDelta:
         spec = self._spec
         keys = spec.k_heads * spec.k_dim
         q, k, v = torch.split(mixed, [keys, keys, spec.v_heads * spec.v_dim], dim=1)
-        q, k = (part.view(part.shape[0], spec.k_heads, spec.k_dim) for part in (q, k))
-        return Tokens(q, k, v.view(v.shape[0], spec.v_heads, spec.v_dim), a, b)
+        return Tokens(_heads(q, spec.k_heads), _heads(k, spec.k_heads), _heads(v, spec.v_heads), a, b)
+
+
+def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[T, heads, D] of [T, heads * D], with the same strides for any T: a view of one row would get other ones, and a
+    kernel that is compiled for them might add in another order."""
+    width = x.shape[1] // heads
+    return x.as_strided((x.shape[0], heads, width), (x.stride(0), width, 1))
 
 
 def _input_rows(spec: GatedDeltaSpec, weights: Weights, prefix: str) -> torch.Tensor:
