@@ -194,6 +194,9 @@ class RpcServer(Generic[Req, Rep]):
 
     def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
         body = self._encode(reply)
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
         try:
             self._sender.send(peer, MORE)  # if one fails it is this one
             self._sender.send(number, MORE)
@@ -203,12 +206,12 @@ class RpcServer(Generic[Req, Rep]):
         except zmq.ZMQError as error:
             raise PeerDied(f"the client is gone: {error.strerror}") from None
         self._last_reply_s = time.monotonic()
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Have the event loop see requests whose arrival only a send has seen, since the descriptor tells it once."""
+        """Have the event loop see requests whose arrival only a send has seen, since the descriptor tells it once.
+
+        Also one that failed: what a send finds before it fails is not told again either.
+        """
         self._looking = False
         if not self._socket.closed:
             self._socket.get(zmq.EVENTS)

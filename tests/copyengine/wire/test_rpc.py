@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import pickle
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -714,5 +715,45 @@ def test_a_request_that_a_send_was_the_first_to_notice_is_answered() -> None:
     async def test() -> None:
         async with served(handler=block) as (_, _, bound):
             await asyncio.to_thread(ask_in_turn, bound)
+
+    in_both_loops(test)
+
+
+def test_a_request_that_a_failing_send_was_the_first_to_notice_is_answered() -> None:
+    """The same where the client that is sent to has left, as one that ends while its progress is told."""
+    left, asked = threading.Event(), threading.Event()
+
+    async def block(call: Call[Ask, Reply]) -> Reply:
+        while call.request.what == "leave":
+            try:
+                call.send(Part(0))
+            except PeerDied:
+                left.set()
+                assert asked.wait(5)
+                time.sleep(0.04)  # noqa: ASYNC251 - nothing but the send of the final reply may look at the socket
+                break
+            await asyncio.sleep(0.01)
+        return Answer("", 0)
+
+    def ask_when_one_has_left(bound: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+            raw.setsockopt(zmq.RCVTIMEO, 5000)
+            raw.connect(bound)
+            with context.socket(zmq.DEALER) as leaver:
+                leaver.connect(bound)
+                leaver.send_multipart([bytes(8), msgspec.msgpack.encode(Ask("leave"))])
+                leaver.recv_multipart()
+            raw.send_multipart([bytes(8), msgspec.msgpack.encode(Ask("before"))])
+            raw.recv_multipart()
+            assert left.wait(5)
+            raw.send_multipart([bytes(8), msgspec.msgpack.encode(Ask("after"))])
+            asked.set()
+            raw.recv_multipart()
+
+    async def test() -> None:
+        left.clear()
+        asked.clear()
+        async with served(handler=block) as (_, _, bound):
+            await asyncio.to_thread(ask_when_one_has_left, bound)
 
     in_both_loops(test)
