@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from pathlib import Path
 
 import pytest
 import zmq.asyncio
@@ -15,6 +16,7 @@ from copyengine.protocol import Load as BankLoad
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
 from copyengine.wire.rpc import Call, RpcServer
+from kernels.admit import half_life_of
 from kernels.formats import ExpertFormat, layout
 from worker import engine
 from worker.backend import PoolOrder
@@ -134,3 +136,15 @@ class Orders:
     def make_slots(self, order: PoolOrder) -> tuple[None, None]:
         self.heard.append(order)
         return None, None
+
+
+def test_the_cache_policy_is_the_pools(model: str, tmp_path: Path) -> None:
+    """Against the policy asked for: "lrfu" has a half-life of whole steps of the model, and none fits a dense one."""
+    load = Load(model, slots=12, kv_tokens=64, max_step_tokens=64)
+    assert engine.prepare(load, HOST).half_life == 0
+    prepared = engine.prepare(replace(load, cache_policy="lrfu"), HOST)
+    assert prepared.half_life == half_life_of(2, engine.HALF_LIFE_STEPS)
+    assert engine.fit(prepared, load, HOST).half_life == prepared.half_life
+    write_random_model(tmp_path, replace(SIZES, experts=0))
+    with pytest.raises(ConfigError, match="--cache-policy lrfu: a dense model"):
+        engine.prepare(replace(load, model=str(tmp_path), slots=0, cache_policy="lrfu"), HOST)
