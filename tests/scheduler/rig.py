@@ -76,6 +76,7 @@ class FakeWorker:
         self.load_failures: list[Exception] = []
         self.short = False
         self.bad: set[int] = set()  # tokens after which the logits are not finite
+        self.fatal: set[tuple[int, int]] = set()  # (start, last token) of sequences whose step fails, once each
         self.step_s = 0.0
         self.load_s = 0.0
         self.gate = asyncio.Event()
@@ -128,6 +129,9 @@ class FakeWorker:
         await self.gate.wait()
         if self.failures:
             raise self.failures.pop(0)
+        if fatal := self.fatal.intersection((s.start, s.tokens[-1]) for s in step.sequences):
+            self.fatal -= fatal
+            raise COPY_FAILED
         vocab_size = self.facts.vocab_size
         tokens = [next_token(s.tokens[-1], vocab_size) if s.sample else -1 for s in step.sequences]
         tokens = [-1 if s.tokens[-1] in self.bad else t for s, t in zip(step.sequences, tokens, strict=True)]
