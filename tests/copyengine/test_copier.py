@@ -417,7 +417,7 @@ def test_naps_between_records_only_where_it_may(
     for flag in range(3):
         worker.put(flag, "demand", (1,))
         until(lambda flag=flag: worker.flag(flag) == LANDED)  # type: ignore[misc]
-        time.sleep(0.01)
+        until(lambda: bool(naps or yields))
     assert bool(naps) == (step_spin_us == 0) and bool(yields) != bool(naps)
     copier.stop()
 

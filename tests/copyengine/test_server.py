@@ -513,7 +513,7 @@ def test_the_watch_over_dead_workers_keeps_up_with_what_happens_meanwhile(
 
             monkeypatch.setattr(server._copier, "drop", slow_drop)
             dead.add(slots.attach_request.ring.name)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while "first" in server._watched:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             if meanwhile == "detached":
@@ -522,7 +522,7 @@ def test_the_watch_over_dead_workers_keeps_up_with_what_happens_meanwhile(
                 await client.attach(replace(successor.attach_request, worker="second"))
             looks = len(seen)
             unreadable.append(OSError("the ledger cannot be read"))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while len(seen) < looks + 8 or "first" in (await client.stats()).workers:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             left = ["second"] if meanwhile == "replaced" else []
@@ -586,7 +586,7 @@ def test_a_socket_that_hears_nothing_any_more_ends_the_server_with_its_error() -
 
         server._rpc.serve = deaf  # type: ignore[method-assign]
         with pytest.raises(zmq.ZMQError):
-            await asyncio.wait_for(server.run(), 5)
+            await asyncio.wait_for(server.run(), 20)
         assert await server.close()
         context.term()
 
@@ -733,8 +733,9 @@ def test_a_read_that_is_stuck_holds_up_no_stop(model: str, ledger: Path, process
         else:
             client = WorkerClient(context, running.endpoint)
             load = asyncio.create_task(client.load(WorkerLoad(model), 30))
-        await asyncio.to_thread(banks_are_there, ledger)
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(60):
+            while not (ledger / "reading").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         os.kill(running.popen.pid, signal.SIGTERM)
         with pytest.raises(PeerDied):
             await load
@@ -776,8 +777,9 @@ def test_an_idle_process_sleeps(model: str) -> None:
         context = zmq.asyncio.Context()
         client = CopyEngineClient(context, process.endpoint)
         await serve_steps(client, model)
-        await asyncio.sleep(0.1)
-        assert (await client.stats()).asleep
+        async with asyncio.timeout(10):
+            while not (await client.stats()).asleep:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await client.close()
         context.term()
 

@@ -214,8 +214,14 @@ class Rig:
 
     async def settled(self, running: int = 0) -> None:
         """Wait until `running` requests run and none waits."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while sum(lane.core.running + lane.core.waiting for lane in self.lanes) != running:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def lost(self, number: int) -> None:
+        """Wait until the scheduler knows that this worker is gone."""
+        async with asyncio.timeout(30):
+            while self.lanes[number].alive:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
     def pages_free(self) -> bool:
@@ -260,7 +266,7 @@ async def engine(
         context.term()
 
 
-def on_loop(name: Any, main: Callable[[], Coroutine[Any, Any, None]], limit_s: float = 20.0) -> None:
+def on_loop(name: Any, main: Callable[[], Coroutine[Any, Any, None]], limit_s: float = 60.0) -> None:
     """Run `main` on the loop called `name`, no longer than `limit_s`."""
 
     async def limited() -> None:

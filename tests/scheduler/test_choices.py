@@ -26,7 +26,7 @@ def prefills(rig: Rig) -> list[tuple[int, int, int]]:
 async def all_pages_back(rig: Rig) -> None:
     """Wait until nothing runs, and the step that is out has come back."""
     await rig.settled()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not rig.pages_free():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -122,7 +122,7 @@ def test_what_goes_wrong_ends_neither_the_writing_nor_the_engines_end(
     async def main() -> None:
         failing = Failing(0)
         async with collecting(str(tmp_path / "stats.json"), "m", lambda: clients(failing)):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while failing.count < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             before = failing.count
@@ -156,7 +156,7 @@ def test_the_last_writing_begins_once_the_one_before_is_over(tmp_path: Path, mon
     async def main() -> None:
         slow = Slow()
         async with collecting(str(tmp_path / "stats.json"), "m", lambda: clients(slow)):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while not slow.seen:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
         assert slow.seen == ["asked", "given up", "asked"]

@@ -39,7 +39,7 @@ class Parent:
 
     async def heard(self) -> Event:
         """What is said next that is not of progress."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while isinstance(event := await self.said.get(), Progress):
                 pass
             return event
@@ -70,7 +70,7 @@ async def answer(client: Client, max_tokens: int = 4) -> list[int]:
 async def dead(rig: Rig, number: int = 0) -> None:
     """The worker of that number dies, and its lane knows."""
     await rig.workers[number].die()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await rig.lanes[number].changed()
 
 
@@ -143,7 +143,7 @@ def test_a_worker_dies_again_and_again(model: Path) -> None:
             for _ in range(3):
                 loading = parent.start()
                 loading.load_s = 60.0
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     while not loading.loads:  # noqa: ASYNC110
                         await asyncio.sleep(0.005)
                 await loading.die()

@@ -74,6 +74,6 @@ def test_a_silent_request_notices_that_its_client_is_gone(monkeypatch: pytest.Mo
         assert all(tokens == Tokens("", []) for tokens in client.got)
         client.gone = True
         with pytest.raises(PeerDied):
-            await asyncio.wait_for(wait, 5)
+            await asyncio.wait_for(wait, 20)
 
     with_outbox(main)

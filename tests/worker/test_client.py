@@ -40,7 +40,7 @@ def against(handler: Handler, main: Callable[[WorkerClient, Callable[[], Corouti
             serving.cancel()
             await server.close()
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await main(client, die)
         await die()
         await client.close()
@@ -100,15 +100,21 @@ def test_a_silent_worker_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyP
 
 
 def test_a_worker_that_dies_ends_the_call_at_once() -> None:
+    asked = asyncio.Event()
+
+    async def hear(call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
+        asked.set()
+        return await never(call)
+
     async def main(client: WorkerClient, die: Callable[[], Coroutine[Any, Any, None]]) -> None:
         call = asyncio.create_task(client.run_step(STEP, 60))
-        await asyncio.sleep(0.1)
+        await asked.wait()
         await die()
         with pytest.raises(PeerDied):
             await call
         assert client.lost.is_set()
 
-    against(never, main)
+    against(hear, main)
 
 
 def test_an_answer_to_another_question_is_a_wire_error() -> None:

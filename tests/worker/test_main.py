@@ -203,7 +203,7 @@ def test_a_worker_without_its_copy_engine_answers_its_step_and_ends(
                     os.kill(started.children["c"].pid, signal.SIGSTOP)
                     outcome = await client.run_step(prefill("streamed"), 20)
                     assert isinstance(outcome, Failed) and outcome.code == "peer_timeout"
-                await asyncio.wait_for(client.lost.wait(), 5)
+                await asyncio.wait_for(client.lost.wait(), 20)
 
         try:
             run(main(), "auto")
@@ -277,7 +277,7 @@ def test_signals_stop_a_worker_that_runs_alone(model: Path, name: str) -> None:
             async with connected(endpoint) as client:
                 await client.load(Load(str(model)), 30)
                 os.kill(started.children["w"].pid, getattr(signal, name))
-                await asyncio.wait_for(client.lost.wait(), 5)
+                await asyncio.wait_for(client.lost.wait(), 20)
 
         run(main(), "auto")
         assert started.exit_code("w") == 0
