@@ -4,10 +4,15 @@
 {"model": "...", "layers": 48, "experts": 128,
  "decode":   {"hits": [L], "misses": [L], "hit_rate": [L]},
  "demand":   {...}, "streamed": {...},
- "decode_routing": [[E], ...]}
+ "decode_routing": [[E], ...],
+ "oracle":   {"window_steps": 128, "steps": ..., "lookups": ..., "hits": ..., "oracle_hits": ...,
+              "hit_rate": ..., "oracle_hit_rate": ...}}
 ```
 Sums over all workers, those that died included as far as they were asked before. `decode_routing[l][e]` counts the
 decode steps that routed to expert e of layer l; a hit rate is null where nothing was looked up.
+
+`oracle` compares the cache policy with the best that as many slots could do (worker/oracle.py) over the same `steps`
+decode steps: those among the first `window_steps` decode and demand steps after each asking, which is every EVERY_S.
 """
 
 import asyncio
@@ -21,10 +26,11 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from copyengine.wire.errors import SlotstreamError
 from worker.client import WorkerClient
-from worker.protocol import LayerStatsReply, LayerTraffic
+from worker.protocol import LOGGED_STEPS, LayerStatsReply, LayerTraffic, OracleFigures
 
 EVERY_S = 30.0
 """Seconds between two writings while the engine runs: what a killed one loses at most."""
@@ -46,6 +52,18 @@ class ModeFigures(Struct, frozen=True):
     hit_rate: list[float | None]  # [L]
 
 
+class OracleRates(Struct, frozen=True):
+    """The policy beside an oracle; the first five as worker.protocol.OracleFigures has them."""
+
+    window_steps: int
+    steps: int
+    lookups: int
+    hits: int
+    oracle_hits: int
+    hit_rate: float | None
+    oracle_hit_rate: float | None
+
+
 class Figures(Struct, frozen=True):
     """What the file holds."""
 
@@ -56,6 +74,7 @@ class Figures(Struct, frozen=True):
     demand: ModeFigures
     streamed: ModeFigures
     decode_routing: list[list[int]]  # [L, E]
+    oracle: OracleRates | None = None  # not in files of before there was one
 
 
 def figures(model: str, replies: Iterable[LayerStatsReply]) -> Figures:
@@ -69,6 +88,7 @@ def figures(model: str, replies: Iterable[LayerStatsReply]) -> Figures:
         demand=_mode(told.demand),
         streamed=_mode(told.streamed),
         decode_routing=told.routing,
+        oracle=_oracle(told.oracle),
     )
 
 
@@ -80,6 +100,7 @@ def summed(replies: Iterable[LayerStatsReply]) -> LayerStatsReply:
         demand=_traffic([reply.demand for reply in told]),
         streamed=_traffic([reply.streamed for reply in told]),
         routing=[_sums(rows) for rows in zip(*(reply.routing for reply in told), strict=True)],
+        oracle=OracleFigures(*(sum(column) for column in zip(*(astuple(reply.oracle) for reply in told), strict=True))),
     )
 
 
@@ -87,8 +108,17 @@ def _traffic(told: list[LayerTraffic]) -> LayerTraffic:
     return LayerTraffic(_sums([each.hits for each in told]), _sums([each.misses for each in told]))
 
 
+def _oracle(told: OracleFigures) -> OracleRates:
+    rates = (_rate(hits, told.lookups) for hits in (told.hits, told.oracle_hits))
+    return OracleRates(LOGGED_STEPS, *astuple(told), *rates)
+
+
+def _rate(hits: int, lookups: int) -> float | None:
+    return round(hits / lookups, 4) if lookups else None
+
+
 def _mode(told: LayerTraffic) -> ModeFigures:
-    rates = [round(h / (h + m), 4) if h + m else None for h, m in zip(told.hits, told.misses, strict=True)]
+    rates = [_rate(h, h + m) for h, m in zip(told.hits, told.misses, strict=True)]
     return ModeFigures(told.hits, told.misses, rates)
 
 

@@ -49,6 +49,7 @@ def load_request(config: SchedulerConfig) -> Load:
         load_format=config.load_format,
         expert_activations=config.expert_activations,
         cache_policy=config.cache_policy,
+        log_routing=bool(config.collect_stats),
         demand_prefill=config.demand_tokens > 0,
         deadline_s=config.ready_timeout_s,
     )

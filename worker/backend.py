@@ -18,6 +18,7 @@ from worker.kv import KvCache
 from worker.model.moe import Experts
 from worker.model.stack import Decoder
 from worker.protocol import ExpertStats, LayerTraffic, Mode
+from worker.routing_log import RoutingLog
 from worker.step import DecodeGraphs, StepExperts
 
 
@@ -33,6 +34,11 @@ class Slots(StepExperts, Protocol):
     @property
     def decode_routing(self) -> torch.Tensor:
         """[L, E] int64."""
+        ...
+
+    @property
+    def log(self) -> RoutingLog:
+        """Of the thread that runs steps."""
         ...
 
     def stats(self) -> dict[Mode, ExpertStats]: ...

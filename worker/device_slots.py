@@ -29,6 +29,7 @@ from worker.expert_stats import Traffic, TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
 from worker.protocol import ExpertStats, LayerTraffic, Mode
+from worker.routing_log import RoutingLog
 from worker.step_device import Allocation, StepDevice, StepStream
 from worker.step_watch import StepWatch
 
@@ -122,6 +123,8 @@ class DeviceSlots:
             group_slots=geometry.group_slots,
             groups=geometry.stream_groups,
         )
+        self.log = RoutingLog(geometry.logged_steps, geometry.layers, geometry.experts, geometry.slots, where)
+        self._routing_before = self._admission.routing.clone()
         self._flag_words = flags
         self._clock_before = self._state.clock.clone()
 
@@ -161,6 +164,9 @@ class DeviceSlots:
         self._mode = mode
         self._traffic = no_traffic(self.geometry.layers)
         self._clock_before.copy_(self._state.clock)
+        self.log.begin(mode, self._state.slot_of)
+        if self.log.logs("decode"):
+            self._routing_before.copy_(self._admission.routing)
         if self._writer.begin_step():
             self._wake()
         self._begin(mode)
@@ -207,6 +213,8 @@ class DeviceSlots:
     def _on_demand(self, layer: int, rows: LayerRows) -> None:
         geometry, admission = self.geometry, self._admission
         most = min(rows.routes, geometry.experts)
+        if self.log.logs("demand"):
+            self.log.note_layer(layer, rows.offsets[1:] > rows.offsets[:-1])
         launches = admit.launches(geometry.experts, geometry.slots, geometry.max_query, most)
         for query in range(admit.most_queries(most, geometry.slots, geometry.max_query)):
             if query < launches:
@@ -244,6 +252,8 @@ class DeviceSlots:
 
         CopyFailed, PeerTimeout, PeerDied: then the step must be aborted.
         """
+        if self.log.logs("decode"):  # the step may have been a graph, which counts but does not log
+            self.log.note_all(self._admission.routing != self._routing_before)
         values = self._outcome(tokens)
         self._watch.mark()
         self._watch.wait()
@@ -277,7 +287,9 @@ class DeviceSlots:
 
     def end_step(self) -> ExpertStats:
         """End a step that has been collected; its counters."""
-        return self._finish(steps=1, ended=True)
+        stats = self._finish(steps=1, ended=True)
+        self.log.end(stats)
+        return stats
 
     def abort_step(self) -> None:
         """End a step that failed: every slot that it used is forgotten. Does nothing if no step runs.
@@ -286,6 +298,7 @@ class DeviceSlots:
         """
         if self._mode is None:
             return
+        self.log.drop()
         ended = False
         try:
             self._watch.mark()

@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import NamedTuple, cast
 
 from msgspec import Struct
@@ -22,13 +24,14 @@ from kernels.grouped_gemm import InputScales
 from worker.backend import Backend, PoolOrder, Rehearsal, Slots
 from worker.dense_steps import DenseSteps
 from worker.dummy import dummy_dense
-from worker.expert_stats import MODES
+from worker.expert_stats import MODES, add_figures
 from worker.geometry import SlotGeometry
 from worker.host_memory import zeros_in
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.model.moe import Experts
 from worker.protocol import (
+    LOGGED_STEPS,
     ExpertStats,
     LayerStatsReply,
     LayerTraffic,
@@ -36,9 +39,11 @@ from worker.protocol import (
     Loaded,
     LoadProgress,
     Mode,
+    OracleFigures,
     RunStep,
     StepDone,
 )
+from worker.routing_log import Window
 from worker.state import StateSlots
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense
@@ -125,6 +130,9 @@ class Engine:
         self._runner = runner
         self._slots = slots
         self._backend = backend
+        self._windows: SimpleQueue[Window] = SimpleQueue()
+        self._judging = Lock()
+        self._judged = OracleFigures()
 
     def run(self, step: RunStep) -> StepDone:
         """Run one step on the calling thread. Raises as StepRunner.run does."""
@@ -135,12 +143,22 @@ class Engine:
         return self._slots.stats() if self._slots else {mode: ExpertStats() for mode in MODES}
 
     def layer_stats(self) -> LayerStatsReply:
-        """Counters of each layer since the start; on the compute thread."""
+        """Counters of each layer since the start, but for the oracle's; on the compute thread."""
         if self._slots is None:
             return LayerStatsReply(LayerTraffic(), LayerTraffic(), LayerTraffic(), [])
+        if (window := self._slots.log.take()) is not None:
+            self._windows.put(window)
         counters = self._slots.layer_stats()
         routing: list[list[int]] = self._slots.decode_routing.tolist()
         return LayerStatsReply(counters["decode"], counters["demand"], counters["streamed"], routing)
+
+    def with_oracle(self, reply: LayerStatsReply) -> LayerStatsReply:
+        """`reply` with what an oracle would have hit in all that was logged before it. Takes a while: on any thread but
+        the compute thread and the loop's."""
+        with self._judging:
+            while not self._windows.empty():
+                self._judged = add_figures(self._judged, self._windows.get().figures())
+            return replace(reply, oracle=self._judged)
 
     def resident(self) -> int:
         """Slots that hold an expert."""
@@ -171,6 +189,7 @@ class Pool(NamedTuple):
 
 def make_pool(
     prepared: Prepared,
+    load: Load,
     backend: Backend,
     worker: str,
     run_id: str,
@@ -195,6 +214,7 @@ def make_pool(
         stream_groups=prepared.budget.stream_groups,
         max_query=prepared.budget.query_experts,
         half_life=prepared.half_life,
+        logged_steps=LOGGED_STEPS if load.log_routing else 0,
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
     record, scales = prepared.record, [InputScales(*pair) for pair in input_scales]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from worker.protocol import ExpertStats, LayerTraffic, Mode
+from worker.protocol import ExpertStats, LayerTraffic, Mode, OracleFigures
 
 MODES: tuple[Mode, ...] = ("decode", "demand", "streamed")
 
@@ -59,3 +59,8 @@ def add(a: ExpertStats, b: ExpertStats) -> ExpertStats:
         misses=a.misses + b.misses,
         copied_nbytes=a.copied_nbytes + b.copied_nbytes,
     )
+
+
+def add_figures(a: OracleFigures, b: OracleFigures) -> OracleFigures:
+    """The sum of two."""
+    return OracleFigures(a.steps + b.steps, a.lookups + b.lookups, a.hits + b.hits, a.oracle_hits + b.oracle_hits)

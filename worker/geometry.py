@@ -14,6 +14,7 @@ class SlotGeometry(Struct, frozen=True):
     slots: int  # S
     stream_groups: int = 2
     max_query: int = MAX_QUERY
+    logged_steps: int = 0  # of worker.routing_log
     half_life: int = 0  # of a use in the score of the cache policy "lrfu", in admitted queries; 0: "lru"
 
     @property

@@ -22,6 +22,7 @@ from worker.expert_stats import TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.mailbox import Mailbox
 from worker.protocol import ExpertStats, LayerTraffic, Mode
+from worker.routing_log import RoutingLog
 from worker.stream_cursor import StreamCursor
 
 
@@ -64,6 +65,7 @@ class ExpertSlots:
             self._pool.close()
             raise
         self._routing = np.zeros((geometry.layers, geometry.experts), np.int64)
+        self.log = RoutingLog(geometry.logged_steps, geometry.layers, geometry.experts, geometry.slots)
         self._counters = TrafficCounters(geometry.layers, geometry.record_nbytes)
         self._mode: Mode | None = None
         self._traffic = no_traffic(geometry.layers)  # of the running step
@@ -103,6 +105,7 @@ class ExpertSlots:
         self._mailbox.begin_step()
         self._mode = mode
         self._traffic.fill(0)
+        self.log.begin(mode, self._state.slot_of)
         self._next_layer = 0
         if mode == "streamed":
             geometry = self.geometry
@@ -126,6 +129,7 @@ class ExpertSlots:
             return self._streamed(layer, experts)
         if self._mode == "decode":
             self._routing[layer, experts] += 1
+        self.log.note(layer, experts)
         self._forget_lost()  # of a layer whose groups were not all asked for
         return self._on_demand(layer, experts)
 
@@ -135,7 +139,9 @@ class ExpertSlots:
 
     def end_step(self) -> ExpertStats:
         """End the step, once nothing it asked for is on the way any more; its counters."""
-        return self._finish(steps=1)
+        stats = self._finish(steps=1)
+        self.log.end(stats)
+        return stats
 
     def abort_step(self) -> None:
         """End a step that failed: what did not land is forgotten. Does nothing if no step runs.
@@ -143,6 +149,7 @@ class ExpertSlots:
         The traffic of the step is counted, the step is not.
         """
         if self._mode is not None:
+            self.log.drop()
             self._finish(steps=0)
 
     def release(self, why: str) -> None:

@@ -7,6 +7,10 @@ from msgspec import Meta, Struct
 Mode = Literal["decode", "demand", "streamed"]
 """What a step is: one new token for each sequence, or a prefill chunk with its experts on demand or streamed."""
 
+LOGGED_STEPS = 128
+"""Decode and demand steps whose routing is logged after each LayerStats, if the Load asks for it: 3 MB of 48 layers of
+512 experts."""
+
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
@@ -28,6 +32,7 @@ class Load(Struct, frozen=True, tag=True):
     load_format: Literal["auto", "dummy"] = "auto"
     expert_activations: Literal["plain", "w4a4"] = "plain"  # w4a4: rounded to FP4 before experts of that
     cache_policy: Literal["lru", "lrfu"] = "lru"
+    log_routing: bool = False  # for LayerStatsReply.oracle
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
     deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up
 
@@ -204,6 +209,15 @@ class LayerTraffic(Struct, frozen=True):
     misses: list[int] = []  # [L]
 
 
+class OracleFigures(Struct, frozen=True):
+    """Expert lookups of those decode steps that were logged: the first ones after each LayerStats."""
+
+    steps: int = 0
+    lookups: int = 0
+    hits: int = 0  # by the policy
+    oracle_hits: int = 0  # by the best that as many slots could do: worker/oracle.py
+
+
 class LayerStatsReply(Struct, frozen=True, tag=True):
     """Counters of each layer since the start, failed steps included; L is 0 for a dense model."""
 
@@ -211,6 +225,7 @@ class LayerStatsReply(Struct, frozen=True, tag=True):
     demand: LayerTraffic
     streamed: LayerTraffic
     routing: list[list[int]]  # [L, E] decode steps that routed to each expert
+    oracle: OracleFigures = OracleFigures()  # since the start, if the Load asked for it
 
 
 class Done(Struct, frozen=True, tag=True):

@@ -55,7 +55,11 @@ class Engine(Protocol):
         ...
 
     def layer_stats(self) -> LayerStatsReply:
-        """Counters of each layer since the start."""
+        """Counters of each layer since the start, without `oracle`; on the compute thread."""
+        ...
+
+    def with_oracle(self, reply: LayerStatsReply) -> LayerStatsReply:
+        """The same with it; on a thread of its own, for it may take a second."""
         ...
 
     def resident(self) -> int:
@@ -143,7 +147,9 @@ class WorkerServer:
             case Stats():
                 return self._stats(self._loaded())
             case LayerStats():
-                return await self.compute.run(self._loaded().layer_stats)
+                engine = self._loaded()
+                counted = await self.compute.run(engine.layer_stats)
+                return await asyncio.to_thread(engine.with_oracle, counted)
             case Shutdown():
                 self._finish(None)
                 return Done()

@@ -23,7 +23,7 @@ from scheduler.protocol import Sampling
 from tests.scheduler.rig import LAYER_STATS, on_loop
 from tests.scheduler.test_main import scheduler, until_ready
 from worker.client import WorkerClient
-from worker.protocol import LayerStatsReply, LayerTraffic
+from worker.protocol import LOGGED_STEPS, LayerStatsReply, LayerTraffic, OracleFigures
 
 LAYERS, EXPERTS = 2, 3
 
@@ -34,13 +34,20 @@ def row(length: int) -> st.SearchStrategy[list[int]]:
 
 TRAFFIC = st.builds(LayerTraffic, row(LAYERS), row(LAYERS))
 ROUTING = st.lists(row(EXPERTS), min_size=LAYERS, max_size=LAYERS)
+ORACLE = st.builds(OracleFigures, *[st.integers(0, 9)] * 4)
 
 
-@given(st.lists(st.builds(LayerStatsReply, TRAFFIC, TRAFFIC, TRAFFIC, ROUTING), max_size=3))
+@given(st.lists(st.builds(LayerStatsReply, TRAFFIC, TRAFFIC, TRAFFIC, ROUTING, ORACLE), max_size=3))
 def test_figures_are_the_sums_over_all_workers(replies: list[LayerStatsReply]) -> None:
     """One number after the other."""
     found = figures("m", replies)
     assert (found.layers, found.experts) == ((LAYERS, EXPERTS) if replies else (0, 0))
+    oracle = found.oracle
+    assert oracle is not None and oracle.window_steps == LOGGED_STEPS
+    for name in ("steps", "lookups", "hits", "oracle_hits"):
+        assert getattr(oracle, name) == sum(getattr(reply.oracle, name) for reply in replies)
+    for hits, rate in ((oracle.hits, oracle.hit_rate), (oracle.oracle_hits, oracle.oracle_hit_rate)):
+        assert rate is None if oracle.lookups == 0 else rate is not None and abs(rate - hits / oracle.lookups) < 1e-4
     for layer in range(found.layers):
         for expert in range(EXPERTS):
             assert found.decode_routing[layer][expert] == sum(reply.routing[layer][expert] for reply in replies)

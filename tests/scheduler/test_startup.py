@@ -52,13 +52,13 @@ def test_workers_are_asked_for_what_was_set(model: Path) -> None:
         model=str(model), workers="", load_format="dummy", slots=200, kv_tokens=64, max_running_requests=5,
         vram_reserve_bytes=3_000_000_000, token_embedding_placement="host", kv_placement="host",
         chunked_prefill_size=3, demand_tokens=0, state_slots=30, dtype="bfloat16", hf_overrides='{"a": 1}',
-        ready_timeout_s=9.0, cache_policy="lrfu",
+        ready_timeout_s=9.0, cache_policy="lrfu", collect_stats="stats.json",
     )  # fmt: skip
     assert startup.load_request(config) == Load(
         model=str(model), load_format="dummy", slots=200, kv_tokens=64, max_running=5, max_step_tokens=5,
         vram_reserve_nbytes=3_000_000_000, embedding_placement="host", kv_placement="host",
         demand_prefill=False, state_slots=30, dtype="bfloat16", hf_overrides='{"a": 1}', deadline_s=9.0,
-        cache_policy="lrfu",
+        cache_policy="lrfu", log_routing=True,
     )  # fmt: skip
     auto = startup.load_request(SchedulerConfig(model=str(model), workers=""))
     assert (auto.load_format, auto.slots, auto.kv_tokens, auto.state_slots, auto.max_running) == ("auto", 0, 0, 0, 16)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from copyengine.device import Bank, CopyDevice, Memory, Run, Stream
 from copyengine.device.cuda_driver import CudaError
@@ -90,13 +91,14 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
     for seed in seeds:
         rng = random.Random(seed)
         slots, query = rng.choice([3, 4, 6, 9, 20]), rng.choice([1, 2, 3, 6])
-        geometry = geometry_of(record, slots, query, rng.choice([1, 2, 4]))
+        geometry = replace(geometry_of(record, slots, query, rng.choice([1, 2, 4])), logged_steps=steps // 2)
         with rig_on(place, geometry, record, banks_of(record, torch.float32)) as rig:
             if place.torch_device.type == "cuda":  # a first launch may wait for a stream that waits for copies
                 for mode, tokens in itertools.product(MODES, TOKENS):
                     rehearse(rig, mode, [routing(rng, place, EXPERTS, tokens, 2, 16)] * LAYERS)
             routing_counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
             misses = 0
+            logged: list[tuple[Mode, list[set[int]], ExpertStats]] = []
             lookups = {mode: [0] * LAYERS for mode in MODES}
             for _ in range(steps):
                 mode, tokens = rng.choice(MODES), rng.choice(TOKENS)
@@ -105,6 +107,8 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                 stats = step(rig, mode, given)
                 misses += stats.misses
                 asked = routed(given)
+                if mode != "streamed":
+                    logged.append((mode, asked, stats))
                 if mode == "streamed":
                     assert rig.residents() == before
                     assert (stats.hits, stats.misses) == (len(before), LAYERS * EXPERTS - len(before))
@@ -119,8 +123,20 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                 wanted = [EXPERTS] * LAYERS if mode == "streamed" else [len(experts) for experts in asked]
                 lookups[mode] = [a + b for a, b in zip(lookups[mode], wanted, strict=True)]
                 check_layers(rig, lookups)
+            check_log(rig, logged[: steps // 2])
             counters = rig.copier.stats().counters
             assert counters["demand"].records + counters["stream"].records == misses
+
+
+def check_log(rig: Rig, steps: list[tuple[Mode, list[set[int]], ExpertStats]]) -> None:
+    """The first steps that admit, from an empty pool; taken once."""
+    window = rig.slots.log.take()
+    assert window is not None and not window.resident.any() and rig.slots.log.take() is None
+    for routed_then, decodes, (mode, asked, _) in zip(window.routed, window.decodes, steps, strict=True):
+        assert [set(np.flatnonzero(row).tolist()) for row in routed_then] == asked and decodes == (mode == "decode")
+    assert window.hits == sum(stats.hits for mode, _, stats in steps if mode == "decode")
+    figures = window.figures()
+    assert figures.hits == window.hits <= figures.oracle_hits <= figures.lookups
 
 
 def check_layers(rig: Rig, lookups: dict[Mode, list[int]]) -> None:

@@ -78,6 +78,10 @@ class FakeEngine:
         assert not self.running and threading.current_thread().name == "compute"
         return LayerStatsReply(LayerTraffic([1], [2]), LayerTraffic(), LayerTraffic(), [[len(self.seen), 0]])
 
+    def with_oracle(self, reply: LayerStatsReply) -> LayerStatsReply:
+        """See Engine."""
+        return reply
+
     def resident(self) -> int:
         return 5
 
