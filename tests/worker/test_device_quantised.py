@@ -32,7 +32,7 @@ def full(device: Device, mode: Mode, tokens: list[int], start: int = 0) -> FullR
     return device.runner.run_full(RunStep(mode, [SequenceStep(0, tokens, start, pages, GREEDY)]))
 
 
-@pytest.mark.parametrize("flags", ["nvfp4", "fp8_block", "fp8_block --block 48 32", "mxfp4"])
+@pytest.mark.parametrize("flags", ["nvfp4", "fp8_block", "fp8_block --block 48,32", "mxfp4"])
 def test_a_quantised_checkpoint_on_a_gpu(flags: str, tmp_path: Path) -> None:
     """With a pool that a layer's experts do not fit into and one that holds all; rows of a prompt and of decode."""
     source, target = tmp_path / "source", tmp_path / "quantised"
