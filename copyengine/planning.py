@@ -65,7 +65,7 @@ class Plan(Struct, frozen=True):
     record_nbytes: int  # of an expert; 0 for a dense model
     host_nbytes: int  # that are free
     gpus: tuple[FreeGpu, ...] = ()  # worker i's is gpus[i]; none on the host
-    started: bool = False  # on a GPU: contexts and banks have their memory already, and are not in what is free
+    started: bool = False  # on a GPU: contexts, processes and banks have their memory already, not in what is free
 
     def settled(self, wanted: Wanted) -> Budget:
         """What each worker allocates. ConfigError, naming what is needed, what is there and the fix, if it is too much;
@@ -105,7 +105,7 @@ class Plan(Struct, frozen=True):
         gpus, workers = self.gpus[: wanted.workers], wanted.workers
         reserve = gpu_reserve_nbytes(wanted.vram_reserve_nbytes, self.started)
         banks = Part(f"pinned {BANKS}", 0 if self.started else bank_nbytes(self.spec, self.record_nbytes))
-        to_stay = Part("to stay free", HOST_RESERVE_NBYTES * (1 + workers))
+        to_stay = Part("to stay free", HOST_RESERVE_NBYTES * (1 if self.started else 1 + workers))
         budget = reckon_gpu(
             self.spec,
             self.dtype,

@@ -87,6 +87,18 @@ def test_banks_leave_host_memory_for_the_processes() -> None:
     assert Plan(dense, "bfloat16", 0, 0, (FreeGpu("cuda:0 X", 10 * GB),)).settled(Wanted()).bank_nbytes == 0
 
 
+def test_a_worker_that_has_started_does_not_reserve_for_its_process_again() -> None:
+    """With the banks in memory and 2 GiB taken by processes, what launch planned just fits."""
+    wanted = Wanted(kv_tokens=1 << 16, kv_placement="host")
+    plan = flash_next_on(140 * GB)
+    (host, _) = plan.survey(wanted).needs
+    flash_next_on(140 * GB, host_nbytes=host.total_nbytes).settled(wanted)
+    left = host.total_nbytes - plan.settled(wanted).bank_nbytes - HOST_RESERVE_NBYTES
+    assert flash_next_on(140 * GB, host_nbytes=left, started=True).settled(wanted).pinned_nbytes > GB
+    with pytest.raises(ConfigError, match="host memory"):
+        flash_next_on(140 * GB, host_nbytes=left - 1, started=True).settled(wanted)
+
+
 def test_the_banks_are_there_once_and_all_else_once_per_worker() -> None:
     """On the host: against the sum of the parts of one worker's budget."""
     spec = parse_spec(model_config(Sizes()))
