@@ -2,6 +2,8 @@
 
 import torch
 
+from kernels.topk_route.ref import distinct_keys
+
 
 def grouped_route(
     logits: torch.Tensor,
@@ -21,17 +23,6 @@ def grouped_route(
     if renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * scale, experts.to(torch.int32)
-
-
-def distinct_keys(values: torch.Tensor) -> torch.Tensor:
-    """[T, N] int64 keys in the order of float32 `values`, none lowest, equals broken towards the lower column.
-
-    A float's bits order like it once those of a negative one, but for its sign, are turned over; -0 is made 0 before.
-    """
-    bits = (values + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    columns = values.shape[1]
-    return (ordered << 32) | torch.arange(columns - 1, -1, -1, device=values.device)
 
 
 def _allowed(choice: torch.Tensor, groups: int, groups_per_token: int) -> torch.Tensor:
