@@ -64,6 +64,7 @@ class CudaCopyDevice:
         self._pinning = Pinning(self._driver, self._enter_first)
         self._staging_lock = threading.Lock()
         self._staging: Staging | None = None
+        self._no_staging = False  # its buffers could not be pinned
         check_ordinal(self._driver, ordinal)
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -141,16 +142,17 @@ class CudaCopyDevice:
             self._driver.close_export(memory.address)
 
     def _make_staging(self) -> None:
-        """The buffers for what cannot be pinned, unless there are some; if they cannot be pinned either, the driver
-        copies pageable memory in its own way. CudaError if the GPU is broken."""
+        """The buffers for what cannot be pinned, unless there are some; if they cannot be pinned either, which is asked
+        once, the driver copies pageable memory in its own way. CudaError if the GPU is broken."""
         self._enter_first()
         with self._staging_lock:
-            if self._staging is None:
+            if self._staging is None and not self._no_staging:
                 try:
                     self._staging = Staging(self._driver)
                 except CudaError as error:
                     if not error.refuses_pinning:
                         raise
+                    self._no_staging = True
                     log.warning("not even a staging buffer can be pinned: %s", error)
 
     def _enter_first(self) -> None:

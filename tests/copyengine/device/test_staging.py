@@ -112,6 +112,14 @@ def test_a_limit_is_used_up_by_ever_smaller_registrations_and_then_not_asked_aga
     rig.close()
 
 
+def test_buffers_that_cannot_be_pinned_are_asked_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However many banks there are: by the driver's calls, and by what is said."""
+    with refusing(0, buffers=False) as (rig, _):
+        rig.device.allocate_bank("run", "another", PAGE).close()
+        assert rig.cuda.calls.count("cuMemHostAlloc") == 1
+    assert sum("not even a staging buffer" in record.message for record in caplog.records) == 1
+
+
 def test_a_buffer_is_filled_again_only_when_it_has_been_copied_out_of() -> None:
     """While the GPU does nothing a copy of two buffers returns, one of three does not; then all of it is right."""
     with refusing(0) as (rig, bank), opened(rig) as (pool, theirs):
