@@ -32,7 +32,8 @@ def dequantised(tensors: Tensors, block: tuple[int, int]) -> Iterator[NDArray[np
     for low in range(0, codes.shape[0], step):
         rows = np.arange(low, min(low + step, codes.shape[0]))
         with np.errstate(over="ignore"):  # the largest exponents' products are infinite in float64's rounding too
-            yield _scaled(codes[rows[0] : rows[-1] + 1], rows, tensors, block)
+            scaled = _scaled(codes[rows[0] : rows[-1] + 1], rows, tensors, block)
+        yield scaled
 
 
 def _scaled(
