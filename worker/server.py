@@ -141,9 +141,7 @@ class WorkerServer:
             case RunStep() as step:
                 return await self._run(self._loaded(), step, call.peer)
             case Release():
-                return (
-                    Done()
-                )  # pages and state slots are the scheduler's, to be written over when it gives them out anew
+                return Done()  # pages and state slots are the scheduler's: written over when it gives them out anew
             case Stats():
                 return self._stats(self._loaded())
             case LayerStats():
