@@ -53,6 +53,8 @@ def reckon(spec: ModelSpec, dtype: str, record_nbytes: int, available_nbytes: in
         for name, place in (("token-embedding", wanted.embedding_placement), ("kv", wanted.kv_placement))
         if place == "host"
     ]
+    if wanted.vram_reserve_nbytes:
+        notes.append(f"--vram-reserve-bytes {wanted.vram_reserve_nbytes}: there is no GPU to leave it free on")
     return _Reckoning(spec, dtype, record_nbytes, wanted, "cpu", available_nbytes).budget(notes)
 
 

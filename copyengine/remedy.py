@@ -60,13 +60,14 @@ def _levers(spec: ModelSpec, wanted: Wanted, budget: Budget) -> list[_Lever]:
     """Automatic sizes are none: they are as small as they get where something does not fit."""
     page, least = wanted.page_tokens, least_slots(spec, wanted.demand_prefill)
     kv_tokens = budget.kv_tokens if wanted.kv_tokens else 0
+    reserve = wanted.vram_reserve_nbytes if budget.reserve_nbytes else 0  # on the host nothing is kept for it
     levers = [
         _Lever("--slots", "slots", budget.slots if wanted.slots else 0, least),
         _Lever("--kv-tokens", "kv_tokens", kv_tokens, page, page),
         _Lever("--chunked-prefill-size", "max_step_tokens", wanted.max_step_tokens, 1),
         _Lever("--max-running-requests", "max_running", wanted.max_running, 1),
         _Lever("--state-slots", "state_slots", wanted.state_slots, wanted.max_running),
-        _Lever("--vram-reserve-bytes", "vram_reserve_nbytes", wanted.vram_reserve_nbytes, GPU_RESERVE_NBYTES),
+        _Lever("--vram-reserve-bytes", "vram_reserve_nbytes", reserve, GPU_RESERVE_NBYTES),
     ]
     return [lever for lever in levers if lever.now > lever.least]
 

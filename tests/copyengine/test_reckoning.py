@@ -315,6 +315,14 @@ def test_a_tied_embedding_stays_on_the_gpu() -> None:
     ]
 
 
+def test_what_is_to_stay_free_on_a_gpu_is_said_to_mean_nothing_on_the_host() -> None:
+    """Against the budget without it, which is the same but for the note."""
+    spec = spec_of(8, 1)
+    plain, asked = (reckon(spec, "bfloat16", record_of(spec), GB, Wanted(vram_reserve_nbytes=n)) for n in (0, 3 * GB))
+    assert asked.notes == (*plain.notes, "--vram-reserve-bytes 3000000000: there is no GPU to leave it free on")
+    assert msgspec.structs.replace(asked, notes=plain.notes) == plain
+
+
 def test_what_lies_in_host_memory_leaves_room_for_slots() -> None:
     """By hand: the embedding of Flash-Next and its KV make way for experts; automatic KV is a quarter of the host's."""
     spec, record = flash_next(), NVFP4_RECORD

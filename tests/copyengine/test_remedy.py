@@ -68,6 +68,7 @@ def test_the_change_is_enough_and_no_larger_than_needed(
         return
     changed, less = fixed(words, wanted)
     assert plan.survey(changed).short_nbytes <= 0
+    assert on_gpus or "--vram-reserve-bytes" not in words, "it takes nothing there"
     if less is not None and less != wanted:
         assert plan.survey(less).short_nbytes > 0
 
