@@ -13,9 +13,10 @@ DEMAND_TOKENS = 64
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(run_directory: Path) -> Iterator[Path]:
     """A cache directory of these tests' own, where the built-in model is made once."""
-    directory = tmp_path_factory.mktemp("cache")
+    directory = run_directory / "cache"
+    directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(directory))
         yield directory

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import MadeOnce
+
 SAVE = """
 import sys, torch
 from pathlib import Path
@@ -36,13 +38,15 @@ save("dense", Qwen3ForCausalLM(Qwen3Config(**base, num_hidden_layers=2, attentio
 SAVED = ("moe8", "moe8_f32_tied", "moe60_sharded", "moe5_f16_sparse", "dense")
 
 
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that holds one checkpoint directory for each name in SAVED."""
-    root = tmp_path_factory.mktemp("transformers")
+def _save(root: Path) -> None:
     (root / "save.py").write_text(SAVE)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-I", str(root / "save.py"), str(root)]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    return root
+
+
+@pytest.fixture(scope="session")
+def saved(made_once: MadeOnce) -> Path:
+    """The directory that holds one checkpoint directory for each name in SAVED. Nobody writes into it."""
+    return made_once("transformers", _save)
