@@ -23,7 +23,7 @@ class LayerRows:
         layer's, if its experts quantise their inputs."""
         tokens, k = weights.shape
         self.routes = tokens * k
-        rows = block_rows(tokens, k, num_experts, layout)
+        rows = block_rows(tokens, k, num_experts, layout, x.device)
         alignment, self._blocks = align_in_blocks(experts, num_experts, rows)
         self.offsets = alignment.offsets  # [E + 1] int32
         self._x = arrange(x, layout, input_scales)

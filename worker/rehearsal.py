@@ -75,7 +75,9 @@ def kernels_of(tokens: int, k: int, slots: DeviceSlots | None) -> Hashable:
     Those compile for powers of two, and have no argument, but for a stride, that Triton would compile for by its value.
     """
     compiled = (tokens == 1, (tokens * k - 1).bit_length())
-    return (compiled, variant(tokens, k, slots.geometry.experts, slots.layout)) if slots else compiled
+    if slots is None:
+        return compiled
+    return compiled, variant(tokens, k, slots.geometry.experts, slots.layout, slots.pool.device)
 
 
 def _step(mode: Mode, rows: int, page_tokens: int) -> RunStep:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kernels.attention import cost
 from kernels.attention.cost import Tile
+from kernels.shared_memory import shared_nbytes
 
 LOG2_E = 1.4426950408889634
 LOG2_E_OF_SINKS = tl.constexpr(LOG2_E)
@@ -172,13 +173,6 @@ def _launch_variants(
     whole, split = cost.prefill_tiles(page[2], q.element_size(), shared_nbytes(device))
     for plan in ((whole, 1), (split, 2)):
         attention(q, pages, pages, table, 0, 1.0, window, sinks, plan)
-
-
-@functools.cache
-def shared_nbytes(device: torch.device) -> int:
-    """What a program may have at most on the device."""
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return int(properties["max_shared_mem"])
 
 
 def launch_arguments(

@@ -9,6 +9,7 @@ from kernels.formats import QUANTISED, RecordLayout
 from kernels.grouped_gemm import cost, ref
 from kernels.grouped_gemm.ref import InputScales
 from kernels.moe_align import Alignment, Blocks, max_blocks
+from kernels.shared_memory import shared_nbytes
 
 __all__ = ["InputScales", "arrange", "block_rows", "combine", "grouped_gemm", "grouped_gemm_slots", "variant"]
 
@@ -56,14 +57,14 @@ def grouped_gemm(
     ref.grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows, input_scales)
 
 
-def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> int:
-    """Rows of the blocks that `grouped_gemm_slots` wants for T tokens of K routes to E experts."""
-    return variant(tokens, k, num_experts, layout).gate_up.block_m
+def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout, device: torch.device) -> int:
+    """Rows of the blocks that `grouped_gemm_slots` wants for T tokens of K routes to E experts on the device."""
+    return variant(tokens, k, num_experts, layout, device).gate_up.block_m
 
 
-def variant(tokens: int, k: int, num_experts: int, layout: RecordLayout) -> cost.Tiles:
-    """The tiles of `grouped_gemm_slots`: launches for which they are equal run the same kernels."""
-    return cost.tiles(tokens, k, num_experts, layout.format, layout.kind.quantised_inputs)
+def variant(tokens: int, k: int, num_experts: int, layout: RecordLayout, device: torch.device) -> cost.Tiles:
+    """The tiles of `grouped_gemm_slots` on the device: launches for which they are equal run the same kernels."""
+    return cost.tiles(tokens, k, num_experts, layout.kind, shared_nbytes(device))
 
 
 def grouped_gemm_slots(
@@ -97,7 +98,7 @@ def grouped_gemm_slots(
     _expect("slot_of", slot_of, (num_experts,), torch.int32)
     _expect("span", span, (2,), torch.int32)
     tokens, k = weights.shape
-    tiles = variant(tokens, k, num_experts, layout)
+    tiles = variant(tokens, k, num_experts, layout, x.device)
     if blocks.block_rows != tiles.gate_up.block_m:
         raise ValueError(f"blocks must have {tiles.gate_up.block_m} rows, not {blocks.block_rows}")
     if not 0 <= max_routed <= num_experts:

@@ -1,8 +1,10 @@
-"""Tiles of the Triton kernels, from T, K, E and the format alone: never from the pool or from what is resident.
+"""Tiles of the Triton kernels, from T, K, E, the format and the GPU: never from the pool or from what is resident.
 
-nvfp4: the best or within 2 % of it in a sweep on an H200 at H 2560, I 640, E 512, K 10 (2026-11, lines "Sweep" of
-tests/bench/results/nvidia-h200_202611_kernels.md). The other formats' are not swept, but chosen from bytes and shared
-memory.
+nvfp4 on GPUs with warpgroup instructions: the best or within 2 % of it in a sweep on an H200 at H 2560, I 640, E 512,
+K 10 (2026-11, lines "Sweep" of tests/bench/results/nvidia-h200_202611_kernels.md). The other formats' are not swept,
+but chosen from bytes and shared memory. So are all on GPUs without them, whose matrix instructions take what is decoded
+from registers that a warp has for itself: large tiles have more warps, fewer rows of W or both, so that they fit the
+99 KiB of a GeForce and no register spills on sm_80, sm_86, sm_89 and sm_120 (tests/kernels/test_grouped_gemm.py).
 
 Few tokens with about one route for each expert have tiles of one row, for kernels without matrix instructions
 (tri_few). These give a thread 16 bytes of a row of W at a time, a program as many threads as x's loads need to stay
@@ -11,8 +13,15 @@ without shared memory, and a multiprocessor a few programs; they are not swept.
 
 from typing import NamedTuple
 
+from kernels.formats import ExpertFormat
+
 FEW_TOKENS = 16
 """At most; more are never worked on one row at a time."""
+
+WARPGROUP_NBYTES = 200 * 1024
+"""GPUs whose programs may have as much shared memory have warpgroup instructions."""
+STAGED_NBYTES = 120 * 1024
+"""At least, for three stages of FP8 codes, each step's with a scale for a few columns only."""
 
 
 class Tile(NamedTuple):
@@ -35,14 +44,21 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-def tiles(tokens: int, k: int, num_experts: int, format_name: str, quantised_inputs: bool = False) -> Tiles:
-    """For T = `tokens` tokens of K = `k` routes to E = `num_experts` experts."""
+def tiles(tokens: int, k: int, num_experts: int, kind: ExpertFormat, shared_nbytes: int) -> Tiles:
+    """For T = `tokens` tokens of K = `k` routes to E = `num_experts` experts.
+
+    On a GPU whose programs may have `shared_nbytes` of shared memory.
+    """
     if tokens <= FEW_TOKENS and tokens * k <= num_experts:
-        return _few(format_name)
+        return _few(kind.name)
     block_m = _block_m(tokens, k, num_experts)
-    match format_name:
+    if block_m >= 64 and shared_nbytes < WARPGROUP_NBYTES:
+        large = _large_without_warpgroups(block_m, kind, shared_nbytes)
+        if large:
+            return large
+    match kind.name:
         case "nvfp4" | "mxfp4" if block_m == 128:
-            wide = 64 if quantised_inputs else 128  # rounding what gate_up gives takes registers too
+            wide = 64 if kind.quantised_inputs else 128  # rounding what gate_up gives takes registers too
             return Tiles(Tile(block_m, wide, 64, 3, 8), Tile(block_m, 128, 64, 3, 4))
         case "nvfp4" | "mxfp4":
             down_n = 128 if tokens >= 16 else 64  # fewer tokens would leave multiprocessors without a program
@@ -54,6 +70,24 @@ def tiles(tokens: int, k: int, num_experts: int, format_name: str, quantised_inp
             return Tiles(Tile(block_m, 64, 32, 2, 4), Tile(block_m, 64, 32, 2, 4))
         case _:
             return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, 64, 64, 3, 4))
+
+
+def _large_without_warpgroups(block_m: int, kind: ExpertFormat, shared_nbytes: int) -> Tiles | None:
+    """What takes the place of tiles that need warpgroup instructions or more shared memory; None: nothing has to.
+
+    block_k stays that of the others: of 32 bytes of codes the scales are too few to be loaded ahead.
+    """
+    match kind.name:
+        case "nvfp4" | "mxfp4" if block_m == 128:
+            return Tiles(Tile(128, 32, 64, 3, 8), Tile(128, 64, 64, 3, 8))
+        case "nvfp4" | "mxfp4":
+            return Tiles(Tile(64, 64, 64, 3, 4), Tile(64, 128, 64, 3, 8))
+        case "fp8_block" if block_m == 128 and shared_nbytes < STAGED_NBYTES and kind.block[1] % 64:
+            return Tiles(Tile(128, 32, 64, 3, 8), Tile(128, 64, 64, 3, 4))
+        case "float32" if block_m == 128:
+            return Tiles(Tile(128, 64, 32, 2, 8), Tile(128, 64, 32, 2, 4))
+        case _:
+            return None
 
 
 def _few(format_name: str) -> Tiles:

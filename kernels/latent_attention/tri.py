@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernels.latent_attention import cost
 from kernels.latent_attention.cost import Tile
+from kernels.shared_memory import shared_nbytes
 
 LOG2_E = 1.4426950408889634
 MERGE_COLUMNS = tl.constexpr(128)
@@ -37,7 +38,7 @@ def latent_attention(
         return out
     if plan is None:
         _launch_variants(q.device, q.dtype, heads, rank, q_rope.shape[2], latent_pages.shape[1])
-        tile = cost.tile(heads, q.element_size(), _shared_nbytes(q.device))
+        tile = cost.tile(heads, q.element_size(), shared_nbytes(q.device))
         plan = tile, cost.prefill_splits(rows, heads, start + rows, tile)
     tile, splits = plan
     share = triton.cdiv(triton.cdiv(start + rows, tile.block_n), splits) * tile.block_n
@@ -88,7 +89,7 @@ def decode_latent_attention(
     if out.numel() == 0:
         return out
     if plan is None:
-        tile = cost.tile(heads, q.element_size(), _shared_nbytes(q.device))
+        tile = cost.tile(heads, q.element_size(), shared_nbytes(q.device))
         plan = tile, cost.decode_splits(heads, tile)
     tile, splits = plan
     sums, stats = _partials(q, splits)
@@ -144,16 +145,9 @@ def _launch_variants(
     q_rope = torch.zeros(1, heads, rope, dtype=dtype, device=device)
     latents, ropes = (torch.zeros(1, page_tokens, 1, width, dtype=dtype, device=device) for width in (rank, rope))
     table = torch.zeros(1, dtype=torch.int64, device=device)
-    tile = cost.tile(heads, q.element_size(), _shared_nbytes(device))
+    tile = cost.tile(heads, q.element_size(), shared_nbytes(device))
     for splits in (1, 2):
         latent_attention(q, q_rope, latents, ropes, table, 0, 1.0, (tile, splits))
-
-
-@functools.cache
-def _shared_nbytes(device: torch.device) -> int:
-    """What a program may have at most on the device."""
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return int(properties["max_shared_mem"])
 
 
 def launch_arguments(

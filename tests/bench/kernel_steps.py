@@ -77,7 +77,7 @@ class Step:
         self.layer, self.tokens, self.k = layer, tokens, shape.k
         self.x = torch.randn(tokens, shape.hidden, generator=generator).to(torch.bfloat16).cuda()
         self.weights, self.chosen = device_checks.routing(tokens, shape.experts, shape.k, generator)
-        self.tiles = variant(tokens, shape.k, shape.experts, layer.record)
+        self.tiles = variant(tokens, shape.k, shape.experts, layer.record, self.x.device)
         self.block_m = block_m or self.tiles.gate_up.block_m
         self.alignment, self.blocks = self.align()
         self.left = tri.even_first(self.x) if layer.record.format in ("nvfp4", "mxfp4") else self.x

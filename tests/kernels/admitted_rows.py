@@ -88,7 +88,7 @@ class Step:
         self.x = torch.randn(tokens, HIDDEN, generator=generator)
         self.weights, self.chosen = topk_route(torch.randn(tokens, experts, generator=generator), k, True)
         self.alignment = moe_align(self.chosen.to(device), experts)
-        self.blocks = blocks(self.alignment, block_rows(tokens, k, experts, layers.layout))
+        self.blocks = blocks(self.alignment, block_rows(tokens, k, experts, layers.layout, device))
         self.times = torch.zeros(tokens * k, dtype=torch.int32)
         self.total = torch.zeros(tokens * k, HIDDEN)
 

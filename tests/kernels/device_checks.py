@@ -134,7 +134,7 @@ def routing(tokens: int, num_experts: int, k: int, generator: torch.Generator) -
 
 
 def table_of(chosen: torch.Tensor, num_experts: int, record: RecordLayout) -> Blocks:
-    rows = block_rows(chosen.shape[0], chosen.shape[1], num_experts, record)
+    rows = block_rows(chosen.shape[0], chosen.shape[1], num_experts, record, chosen.device)
     return blocks(moe_align(chosen, num_experts), rows)
 
 

@@ -18,7 +18,6 @@ from kernels.grouped_gemm import (
     cost,
     grouped_gemm,
     grouped_gemm_slots,
-    variant,
 )
 from kernels.moe_align import Alignment, blocks, moe_align
 from kernels.quant import quantised_inputs
@@ -27,6 +26,7 @@ from tests.kernels import device_checks
 from tests.kernels.expert_records import KINDS, Experts
 
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
@@ -196,7 +196,7 @@ def test_rows_of_every_kind_are_those_of_float64(kind: str, tokens: int, dtype: 
         tolerance = 5e-2
     assert (rows.double() - expected).norm() <= tolerance * expected.norm()
 
-    table = blocks(alignment, block_rows(tokens, 2, 5, experts.layout))
+    table = blocks(alignment, block_rows(tokens, 2, 5, experts.layout, CPU))
     slot_of = torch.tensor([6, 2, 0, 4, 1], dtype=torch.int32)
     pool = experts.pool(7, dict(enumerate(slot_of.tolist())))
     for cuts in ([0, 5], [0, 0, 2, 3, 5]):
@@ -224,7 +224,7 @@ def test_experts_without_a_slot_are_left_out() -> None:
     experts = Experts("float32", 16, 8, 6, generator)
     x = torch.randn(9, 16, generator=generator)
     weights, chosen = topk_route(torch.randn(9, 6, generator=generator), 2, True)
-    table = blocks(moe_align(chosen, 6), block_rows(9, 2, 6, experts.layout))
+    table = blocks(moe_align(chosen, 6), block_rows(9, 2, 6, experts.layout, CPU))
     pool, span = experts.pool(6, {e: e for e in range(6)}), torch.tensor([0, 6], dtype=torch.int32)
 
     def run(slot_of: torch.Tensor, **how: object) -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_the_triton_kernels_compile_for_sm_90(format_name: str, tokens: int) -> 
     from tests.kernels.compiled_for import SHARED_NBYTES, compile_for
 
     record, types = layout(format_name, 2560, 640), kernel_types()
-    tiles = cost.tiles(tokens, 10, 512, format_name)
+    tiles = cost.tiles(tokens, 10, 512, record.kind, SHARED_NBYTES[90])
     for kernel, arguments in (
         (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up)),
         (tri._down, tri.down_arguments(record, tiles.down)),
@@ -315,10 +315,10 @@ def test_the_kernels_of_few_tokens_compile_for_sm_90(format_name: str, geometry:
     """One barrier, of the sum at the end: every thread loads what it needs, and 16 bytes of W at a time."""
     pytest.importorskip("triton")
     from kernels.grouped_gemm import tri_few
-    from tests.kernels.compiled_for import compile_for
+    from tests.kernels.compiled_for import SHARED_NBYTES, compile_for
 
     record = layout(format_name, *geometry)
-    tiles = cost.tiles(1, 10, 512, format_name)
+    tiles = cost.tiles(1, 10, 512, record.kind, SHARED_NBYTES[90])
     for kernel, arguments in (
         (tri_few._gate_up, {"K": 10, "LIMIT": 0.0, **tri_few.arguments(record, "gate_up", tiles.gate_up)}),
         (tri_few._down, tri_few.arguments(record, "down", tiles.down)),
@@ -337,24 +337,81 @@ def test_the_kernels_of_every_kind_compile(kind: str, capability: int) -> None:
     """Against the shared memory, and without a spilled register in tiles of up to 32 rows; on sm_80 without its type
     for E4M3, which it lacks, and on sm_90 with warpgroup matrix instructions."""
     pytest.importorskip("triton")
-    from kernels.grouped_gemm import tri, tri_few
-    from tests.kernels.compiled_for import expect_fits
+    for tokens in (1, 1024):
+        for text in expect_tiles_fit(capability, COMPILED[kind], (1024, 736), tokens):
+            assert ".ftz" not in text and ("e4m3" not in text or capability >= 89)
+            assert ("wgmma" in text) == (capability == 90 and tokens > 1)
 
-    record = layout(KINDS.get(kind, ExpertFormat("fp8_block", block=(128, 128))), 1024, 736)
-    new = capability >= 89
-    tiles = variant(1024, 10, 512, record)
-    few = variant(1, 10, 512, record)
-    limit = record.kind.swiglu_limit or 0.0
-    for kernel, arguments in (
-        (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up, new)),
-        (tri._down, tri.down_arguments(record, tiles.down, new)),
-        (tri_few._gate_up, {"K": 10, "LIMIT": limit, **tri_few.arguments(record, "gate_up", few.gate_up, new)}),
-        (tri_few._down, tri_few.arguments(record, "down", few.down, new)),
-    ):
-        types = {name: kind for name, kind in kernel_types().items() if name in kernel.arg_names}
-        text = expect_fits(kernel, types, arguments, capability).asm["ptx"]
-        assert ".ftz" not in text and ("e4m3" not in text or new)
-        assert ("wgmma" in text) == (new and "BLOCK_M" in arguments)
+
+COMPILED = {
+    **KINDS,
+    "blocks of 128": ExpertFormat("fp8_block", block=(128, 128)),
+    "bfloat16": ExpertFormat("bfloat16"),
+    "float32": ExpertFormat("float32"),
+}
+EACH_BLOCK_M = {1: 1, 16: 100, 32: 1000, 64: 2000, 128: 5000}
+"""Tokens of 10 routes to 512 experts that are cut into blocks of as many rows."""
+
+
+def expect_tiles_fit(
+    capability: int, kind: ExpertFormat, geometry: tuple[int, int], tokens: int, stack_nbytes: int = 0
+) -> list[str]:
+    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts, which fit the GPU and spill no register."""
+    from kernels.grouped_gemm import tri, tri_few
+    from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
+
+    record, new = layout(kind, *geometry), capability >= 89
+    tiles = cost.tiles(tokens, 10, 512, kind, SHARED_NBYTES[capability])
+    if tiles.gate_up.block_m == 1:
+        limit = {"K": 10, "LIMIT": kind.swiglu_limit or 0.0}
+        kernels = (
+            (tri_few._gate_up, limit | tri_few.arguments(record, "gate_up", tiles.gate_up, new)),
+            (tri_few._down, tri_few.arguments(record, "down", tiles.down, new)),
+        )
+    else:
+        kernels = (
+            (tri._gate_up, tri.gate_up_arguments(record, 10, tiles.gate_up, new)),
+            (tri._down, tri.down_arguments(record, tiles.down, new)),
+        )
+    texts = []
+    for kernel, arguments in kernels:
+        types = {name: type_ for name, type_ in kernel_types().items() if name in kernel.arg_names}
+        if kind.name == "float32":
+            types = {name: "*fp32" if type_ == "*bf16" else type_ for name, type_ in types.items()}
+        texts.append(expect_fits(kernel, types, arguments, capability, stack_nbytes).asm["ptx"])
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "fp8_block"])
+def test_the_largest_tiles_fit_99_kib_of_shared_memory(kind: str) -> None:
+    """Against that of sm_86, and the registers of a thread."""
+    pytest.importorskip("triton")
+    expect_tiles_fit(86, COMPILED[kind], (2880, 2880), EACH_BLOCK_M[128])
+
+
+FEW_WORDS = 8
+"""Bytes of a thread's stack that the assembler takes for one of float32's tiles although registers are left."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("capability", [80, 86, 89, 120])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_every_tile_fits_gpus_without_warpgroup_instructions(kind: str, capability: int) -> None:
+    """Against shared memory and registers, in sizes that are and that are no multiples of what a step takes."""
+    pytest.importorskip("triton")
+    for geometry, tokens in itertools.product(((2560, 640), (2880, 2880), (1024, 736)), EACH_BLOCK_M.values()):
+        expect_tiles_fit(capability, COMPILED[kind], geometry, tokens, FEW_WORDS if kind == "float32" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", COMPILED)
+def test_every_tile_fits_the_shared_memory_of_sm_90(kind: str) -> None:
+    """Against 227 KiB; some of the largest tiles, which were the fastest of a sweep, keep registers on the stack."""
+    pytest.importorskip("triton")
+    for geometry, tokens in itertools.product(((2560, 640), (2880, 2880)), EACH_BLOCK_M.values()):
+        expect_tiles_fit(90, COMPILED[kind], geometry, tokens, 1 << 20)
 
 
 def test_the_rounding_of_inputs_compiles() -> None:
@@ -433,16 +490,18 @@ def carry_out(text: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarr
     return registers
 
 
-@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4", "fp8_block", "bfloat16", "float32"])
-def test_tiles_take_whole_blocks_of_the_format(format_name: str) -> None:
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_tiles_take_whole_blocks_of_the_format(kind: str, shared_kib: int) -> None:
     """Against what the kernels need: powers of two, one block_m for both, 1 row or at least 16, whole scale words."""
+    gpu = (COMPILED[kind], shared_kib * 1024)
     for tokens in (0, 1, 16, 17, 100, 1000, 5000, 100_000):
-        gate_up, down = cost.tiles(tokens, 10, 512, format_name)
+        gate_up, down = cost.tiles(tokens, 10, 512, *gpu)
         assert gate_up.block_m == down.block_m and (gate_up.block_m == 1) == (tokens <= cost.FEW_TOKENS)
         assert gate_up.block_m == 1 or gate_up.block_m >= 16
         for tile in (gate_up, down):
             assert all(size & (size - 1) == 0 for size in tile[:3]) and tile.block_k >= 32
-    assert cost.tiles(2, 2, 3, format_name).gate_up.block_m == 16  # more routes than experts share their reading
+    assert cost.tiles(2, 2, 3, *gpu).gate_up.block_m == 16  # more routes than experts share their reading
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ def test_every_size_has_its_kernels_rehearsed(experts: int, k: int, expert_forma
     record = layout(expert_format, 64, 32)
 
     def kernels(tokens: int) -> object:
-        return kernels_of(tokens, k, None), variant(tokens, k, experts, record)
+        return kernels_of(tokens, k, None), variant(tokens, k, experts, record, torch.device("cpu"))
 
     sizes = sizes_to_rehearse(longest, kernels)
     assert sizes[-1] == longest and sizes == sorted(set(sizes)) and sizes[0] == 1
