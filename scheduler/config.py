@@ -57,7 +57,7 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         CachePolicy,
         Meta(
             description="which expert makes room for another: lru the least recently used; lrfu the one of the lowest "
-            "score, which each use in decode adds to and which halves every 64 steps"
+            "score, which each use in decode adds to and which halves every 8 steps"
         ),
     ] = "lru"
     max_running_requests: Annotated[

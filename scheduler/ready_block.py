@@ -53,7 +53,7 @@ def expert_lines(placement: Placement, facts: Facts) -> dict[str, str]:
     threshold = f"prefill chunks of up to {demand} tokens load only the experts they route to"
     return {
         "slots": f"{facts['slots']} of {int(layers) * int(experts)} experts, and {facts['stream_slots']} to stream "
-        f"through; {_mb(facts['pool_nbytes'])}",
+        f"through; {_mb(facts['pool_nbytes'])}; {facts['cache_policy']} decides who makes way",
         "experts": f"{layers} layers x {experts}, {facts['experts_per_token']} per token; {memory}, "
         f"copied by a {facts['copy_engine']}{because}",
         "demand": threshold if demand else "off: every prefill chunk streams all experts",

@@ -152,6 +152,7 @@ def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded])
         "experts": first.experts,
         "experts_per_token": first.experts_per_token,
         "slots": first.slots,
+        "cache_policy": config.cache_policy,
         "stream_slots": first.stream_slots,
         "bank_nbytes": first.bank_nbytes,
         "pinned_nbytes": first.pinned_nbytes,

@@ -164,6 +164,7 @@ FACTS: dict[str, Any] = {
     "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 10**9,
     "pinned_nbytes": 10**9, "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host",
     "max_model_len": 16, "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop", "state_slots": 32,
+    "cache_policy": "lrfu",
     "state_nbytes": 64_000_000,
 }  # fmt: skip
 
@@ -178,6 +179,7 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
         "16 tokens, 0.0 MB of pinned host memory; one request may take 16",
         "states      32 recurrent states, of requests and snapshots; 64.0 MB",
         "random weights",
+        "; lrfu decides who makes way",
     ):
         assert words in block, block
     without = ready_block(made_up, placement, Ready(FACTS | {"state_slots": 0}), "tcp://127.0.0.1:1")

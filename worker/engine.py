@@ -58,8 +58,9 @@ OnProgress = Callable[[LoadProgress], None]
 log = logging.getLogger(__name__)
 
 
-HALF_LIFE_STEPS = 64
-"""Decode steps after which a use counts half in the cache policy "lrfu"."""
+HALF_LIFE_STEPS = 8
+"""Decode steps after which a use counts half in the cache policy "lrfu": of those tried on made-up routing the longest
+that never hit less than "lru" (tests/bench/results/LOG.md)."""
 
 
 class Prepared(Struct, frozen=True):
@@ -69,7 +70,8 @@ class Prepared(Struct, frozen=True):
     dtype: Dtype
     record: RecordLayout | None  # None for a dense model
     budget: Budget
-    half_life: int = 0  # as SlotGeometry has it
+    half_life: int = 0  # as SlotGeometry has it, and the next
+    logged_steps: int = 0
 
 
 def prepare(load: Load, backend: Backend) -> Prepared:
@@ -81,7 +83,8 @@ def prepare(load: Load, backend: Backend) -> Prepared:
     dtype = cast(Dtype, model.spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
     record = record_layout(model.spec, dtype)
     budget = _budget(model, dtype, record, load, backend)
-    return Prepared(model, dtype, record, budget, _half_life(model, load))
+    logged_steps = LOGGED_STEPS if load.log_routing else 0
+    return Prepared(model, dtype, record, budget, _half_life(model, load), logged_steps)
 
 
 def _half_life(model: Model, load: Load) -> int:
@@ -189,7 +192,6 @@ class Pool(NamedTuple):
 
 def make_pool(
     prepared: Prepared,
-    load: Load,
     backend: Backend,
     worker: str,
     run_id: str,
@@ -214,7 +216,7 @@ def make_pool(
         stream_groups=prepared.budget.stream_groups,
         max_query=prepared.budget.query_experts,
         half_life=prepared.half_life,
-        logged_steps=LOGGED_STEPS if load.log_routing else 0,
+        logged_steps=prepared.logged_steps,
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
     record, scales = prepared.record, [InputScales(*pair) for pair in input_scales]

@@ -61,7 +61,6 @@ class EngineLoader:
         pool = await compute.run(
             lambda: engine.make_pool(
                 prepared,
-                load,
                 backend,
                 self._config.name,
                 self._run_id,

@@ -24,10 +24,10 @@ STEPS = 256
 
 
 def bumps(half_life: int, device: torch.device | str = "cpu") -> Tensor:
-    """[2 * REACH * STEPS] int64: entry i is bump(d) for d from (i * unit - REACH * half_life) on, unit clock ticks;
-    REACH * half_life at most; of a half-life in clock ticks, a multiple of STEPS. Empty for 0, the policy "lru"."""
-    if half_life % STEPS or half_life < 0:
-        raise ValueError(f"half_life {half_life}: must be a multiple of {STEPS}, or 0")
+    """[2 * REACH * STEPS] int64: entry i is bump(d) for d from (i / STEPS - REACH) half-lives on; REACH * half_life at
+    most; of a half-life in clock ticks. Empty for 0, the policy "lru". ValueError for one below that."""
+    if half_life < 0:
+        raise ValueError(f"half_life {half_life}: must be at least 0")
     if not half_life:
         return torch.zeros(0, dtype=torch.int64, device=device)
     lives = [i / STEPS - REACH for i in range(2 * REACH * STEPS)]
@@ -36,6 +36,5 @@ def bumps(half_life: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def half_life_of(layers: int, steps: int) -> int:
-    """Clock ticks, a multiple of STEPS, of about `steps` decode steps of a model of `layers` MoE layers, each of which
-    admits one query."""
-    return max(1, round(layers * steps / STEPS)) * STEPS
+    """Clock ticks of `steps` decode steps of a model of `layers` MoE layers, each of which admits one query."""
+    return layers * steps

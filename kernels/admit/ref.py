@@ -44,7 +44,7 @@ def _use(state: AdmissionState, slots: Tensor, counts: bool) -> None:
     before, time = state.last_used[slots], state.clock
     if counts:
         from_first = (time - before + REACH * state.half_life).clamp(0, 2 * REACH * state.half_life - 1)
-        time = time + state.bumps[from_first // (state.half_life // STEPS)]
+        time = time + state.bumps[from_first * STEPS // state.half_life]
     state.last_used[slots] = torch.maximum(before, time)
 
 

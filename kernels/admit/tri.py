@@ -58,7 +58,6 @@ SCALARS = [
     "num_flags",
     "first_flag",
     "count",
-    "half_life",
 ]
 
 
@@ -218,11 +217,11 @@ def write_record(cell, flag, layer, missing, victims, start, n, MAX_PAIRS: tl.co
 
 
 @triton.jit
-def scored(last_used, time, hit, bumps, half_life, count):
+def scored(last_used, time, hit, bumps, count, HALF_LIFE: tl.constexpr):
     """The stamps of the slots hit at `time`: see kernels.admit.ref._use."""
     before = tl.load(last_used, hit, 0)
-    from_first = tl.minimum(tl.maximum(time - before + half_life * REACH, 0), half_life * (2 * REACH) - 1)
-    bump = tl.load(bumps + from_first // (half_life // STEPS), hit & (count != 0), 0)
+    from_first = tl.minimum(tl.maximum(time - before + HALF_LIFE * REACH, 0), HALF_LIFE * (2 * REACH) - 1)
+    bump = tl.load(bumps + from_first * STEPS // HALF_LIFE, hit & (count != 0), 0)
     return tl.maximum(before, time + bump)
 
 
@@ -233,7 +232,7 @@ def admit_kernel(
     owner,  # [S] int32
     last_used,  # [S] int64
     clock,  # [] int64
-    bumps,  # [N] int64, read with a half-life
+    bumps,  # [N] int64; None without a half-life
     query_of,  # [E] int32
     table,  # [E] int32
     spans,  # [Q, 2] int32
@@ -257,8 +256,8 @@ def admit_kernel(
     num_flags,
     first_flag,
     count,
-    half_life,
     FIRST: tl.constexpr,
+    HALF_LIFE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -311,7 +310,7 @@ def admit_kernel(
         tl.debug_barrier()  # from here on the tables change
         tl.store(missing + tl.cumsum(miss.to(tl.int32), 0) - 1, e, miss)
         # A scored policy's stamps lie up to REACH half-lives behind the clock.
-        latest = now + half_life * REACH
+        latest = now + HALF_LIFE * REACH
         write_ages(ages, owner, last_used, query_of, latest, layer, index, experts, slots, CHUNK)
         take_oldest(ages, slots, misses, oldest, victims, end - index > 1, BLOCK_S, CHUNK)
         if end - index > 1:
@@ -347,10 +346,11 @@ def admit_kernel(
         tl.store(control + CONSUMED, consumed)
     elif (end > index) | FIRST:
         tl.store(table + e, tl.where(hit, slot, -1), in_row)
-    time = now + query - index + 1
-    if half_life > 0:
-        time = scored(last_used + slot, time, hit, bumps, half_life, count)
-    tl.store(last_used + slot, time, hit)
+    if HALF_LIFE > 0:
+        stamp = scored(last_used + slot, now + query - index + 1, hit, bumps, count, HALF_LIFE)
+        tl.store(last_used + slot, stamp, hit)
+    else:
+        tl.store(last_used + slot, now + query - index + 1, hit)
     if end > index:
         tl.store(clock, now + end - index)
         hits = (counts & 0xFFFF) - misses
@@ -386,7 +386,7 @@ def admit_layer(
         state.owner,
         state.last_used,
         state.clock,
-        state.bumps if state.half_life else state.clock,
+        state.bumps if state.half_life else None,
         device.query_of,
         device.table,
         device.spans,
@@ -407,7 +407,7 @@ def admit_layer(
         num_flags,
         device.first_flag,
         int(count_routing),
-        state.half_life,
         FIRST=index == 0,
+        HALF_LIFE=state.half_life,
         **launch_options(state.experts, state.slots, device.max_query, num_flags),
     )

@@ -170,7 +170,7 @@ def offsets_of(experts: list[int], count: int, routes: int = 3) -> Tensor:
 
 def history(rng: random.Random, device: str, sizes: Sequence[Size], steps: int) -> None:
     """One pool, at most `steps` layers' steps of random experts: some few, some all, some of a set that stays."""
-    size = replace(rng.choice(sizes), half_life=rng.choice([0, 256, 768]))
+    size = replace(rng.choice(sizes), half_life=rng.choice([0, 24, 768]))
     pair = Pair(size, device, clock=rng.choice([0, 0, 1000]), first_record=rng.choice([0, 5, 2**31 - 3, 2**32 - 2]))
     kept = rng.sample(range(size.experts), rng.randint(0, size.experts))
     for _ in range(rng.randint(1, steps)):

@@ -15,7 +15,9 @@ from tests.kernels import admit_histories as histories
 from tests.kernels import admitted_rows
 
 ROOT = Path(__file__).parent.parent.parent
-POINTERS = dict.fromkeys(("last_used", "clock", "bumps", "stats", "oldest", "routing"), "*i64") | {"ring": "i64"}
+POINTERS = dict.fromkeys(("last_used", "bumps", "clock", "bumps", "stats", "oldest", "routing"), "*i64") | {
+    "ring": "i64"
+}
 """Arguments of the kernel that are not *i32 (tensors) or i32 (histories.SCALARS)."""
 SHARED_NBYTES = 227 * 1024
 """What one program may have on sm_90."""
@@ -48,10 +50,17 @@ def interpret(module: str, *arguments: str) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    ("experts", "slots"),
-    [(8, 16), (512, 2100), (512, 24576), pytest.param(4096, 25000, marks=pytest.mark.slow)],
+    ("experts", "slots", "half_life"),
+    [
+        (8, 16, 0),
+        (8, 16, 24),
+        (512, 2100, 0),
+        (512, 24576, 0),
+        pytest.param(512, 2100, 384, marks=pytest.mark.slow),
+        pytest.param(4096, 25000, 0, marks=pytest.mark.slow),
+    ],
 )
-def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
+def test_compiles_for_sm_90(experts: int, slots: int, half_life: int, first: bool) -> None:
     """No GPU is needed for it. Shared memory fits; the sequence is stored with a release, `consumed` and twice
     the error that the host may set are loaded with an acquire, each by one thread, at the system's scope; no atomic
     touches the ring.
@@ -62,8 +71,9 @@ def test_compiles_for_sm_90(experts: int, slots: int, first: bool) -> None:
 
     from kernels.admit import tri
 
-    options = dict(tri.launch_options(experts, slots, 128, flags=experts + 3)) | {"FIRST": first}
+    options = dict(tri.launch_options(experts, slots, 128, flags=experts + 3))
     warps = options.pop("num_warps")
+    options |= {"FIRST": first, "HALF_LIFE": half_life} | ({} if half_life else {"bumps": None})
     kinds = {name: "i32" if name in tri.SCALARS else "*i32" for name in tri.admit_kernel.arg_names}
     kinds |= POINTERS | dict.fromkeys(options, "constexpr")
     compiled = triton.compile(
