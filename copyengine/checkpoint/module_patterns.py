@@ -18,7 +18,7 @@ REGULAR = "re:"
 
 
 class Patterns(Struct, frozen=True):
-    """A list of them.
+    """A list of them; two are equal if they have the same patterns, in whatever order.
 
     A plain one names a module and all in it, by its whole name or by the end of it; one with `*` or `?` likewise; one
     behind "re:" is a regular expression that the name begins with.
@@ -42,14 +42,14 @@ class Patterns(Struct, frozen=True):
 
 def patterns(stated: Sequence[str]) -> Patterns:
     """Of the strings of a list. ValueError for what is no regular expression."""
-    regular = tuple(text.removeprefix(REGULAR) for text in stated if text.startswith(REGULAR))
+    regular = tuple(sorted({text.removeprefix(REGULAR) for text in stated if text.startswith(REGULAR)}))
     for text in regular:
         try:
             _compiled(text)
         except re.error as error:
             raise ValueError(f"{REGULAR}{text} is no regular expression ({error})") from None
     others = [text for text in stated if not text.startswith(REGULAR)]
-    wild = tuple(text for text in others if "*" in text or "?" in text)
+    wild = tuple(sorted({text for text in others if "*" in text or "?" in text}))
     return Patterns(frozenset(others) - set(wild), wild, regular)
 
 

@@ -181,6 +181,17 @@ def test_modelopt_s_own_file_says_the_same_or_is_refused(tmp_path: Path) -> None
             quantisation(read_config(tmp_path))
 
 
+def test_modelopt_s_own_file_may_list_what_is_left_out_in_another_order(tmp_path: Path) -> None:
+    """Against itself: names, wildcards and regular expressions, one of them twice."""
+    left_out = ["lm_head", "*gate", "*.layers.0.*", "re:.*vision.*", "re:.*mtp.*"]
+    for names in (left_out, [*reversed(left_out), "*gate"]):
+        own = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": names}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**EXPORTED, "ignore": left_out}}))
+        found = quantisation(read_config(tmp_path))
+        assert found is not None and found.scheme_of("model.layers.1.mlp.gate") is None
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
