@@ -298,14 +298,15 @@ def facts_of(
 
 
 class _Progress:
-    """Counts the bytes of one phase and reports them now and then, the last ones always."""
+    """Counts the bytes of one phase and reports them now and then, that it begins and the last ones always."""
 
     def __init__(self, phase: str, total_nbytes: int, tell: OnProgress) -> None:
         self._phase = phase
         self._total_nbytes = total_nbytes
         self._done_nbytes = 0
         self._tell = tell
-        self._told_s = 0.0
+        self._told_s = time.monotonic()
+        tell(LoadProgress(phase, 0, total_nbytes))
 
     def add(self, nbytes: int) -> None:
         """`nbytes` more were read."""

@@ -173,6 +173,9 @@ def test_both_forms_of_the_copy_engine_serve_the_same_tokens(model: Path, event_
 
             run(main(), event_loop)  # type: ignore[arg-type]
             assert {"experts", "slot pool", "dense weights"} <= {progress.phase for progress in seen}
+            own = [progress for progress in seen if not progress.shared]
+            assert [progress.phase for progress in own if not progress.done_nbytes] == ["slot pool", "dense weights"]
+            assert sum(progress.done_nbytes == progress.total_nbytes for progress in own) == 2
             assert started.segments(name)
             assert started.children[name].stop() == 0
             assert not started.segments(name)
