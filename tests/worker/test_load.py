@@ -117,7 +117,7 @@ def test_input_scales_are_wanted_for_every_bank_of_quantised_inputs_alone(model:
     orders = Orders()
 
     def make(prepared: engine.Prepared, scales: list[tuple[float, float]]) -> None:
-        engine.make_pool(prepared, Load(model), orders, "w", "run", lambda: None, print, lambda _: None, scales)  # type: ignore[arg-type]
+        engine.make_pool(prepared, orders, "w", "run", lambda: None, print, lambda _: None, scales)  # type: ignore[arg-type]
 
     for prepared, scales in ((plain, [(1.0, 1.0)] * 2), (quantised, []), (quantised, [(1.0, 1.0)])):
         with pytest.raises(ConfigError, match=f"input scales of {len(scales)} MoE layers"):
