@@ -119,6 +119,12 @@ def gpu_reserve_nbytes(asked_nbytes: int, started: bool = False) -> int:
     return (asked_nbytes or GPU_RESERVE_NBYTES) - (GPU_CONTEXTS_NBYTES if started else 0)
 
 
+def check_cache_policy(spec: ModelSpec, policy: str) -> None:
+    """ConfigError for another policy than "lru" if there are no experts to cache."""
+    if policy != "lru" and spec.moe is None:
+        raise ConfigError(f"--cache-policy {policy}: a dense model has no experts to cache; leave --cache-policy out")
+
+
 def least_slots(spec: ModelSpec, demand_prefill: bool) -> int:
     """The smallest S: K, or one whole query of a layer if demand chunks will come. 0 for a dense model."""
     moe = spec.moe

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import zmq
 
 from copyengine import available
-from copyengine.budget import Budget, Wanted
+from copyengine.budget import Budget, Wanted, check_cache_policy
 from copyengine.checkpoint.builtin import NAME, cache_directory, ensure_builtin
 from copyengine.checkpoint.directory import unknown_overrides
 from copyengine.checkpoint.model import Model, open_model
@@ -111,6 +111,7 @@ def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     reclaim_stale()
     directory = Path(config.model) if config.model else _builtin_model(say)
     model = open_model(directory, config.hf_overrides, config.load_format, config.expert_activations)
+    check_cache_policy(model.spec, config.cache_policy)
     for key in unknown_overrides(directory, config.hf_overrides):
         say(f"note: --hf-overrides: config.json has no key {key} yet; it may change nothing")
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype

@@ -109,6 +109,17 @@ def test_a_config_error_is_raised_not_printed_by_the_parser() -> None:
         cli.parse(LaunchConfig, ["--port", "70000"], "launch.py")
 
 
+def test_a_check_refuses_the_cache_policy_that_a_start_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dense model has nothing that it could be of; with the policy that it has anyway the check goes through."""
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config(Sizes(layers=1, experts=0))))
+    argv = ["--check", "--device", "cpu", "--port", "0", "--model", str(tmp_path), "--load-format", "dummy"]
+    assert launch.main([*argv, "--cache-policy", "lrfu"]) == 2
+    assert "--cache-policy lrfu: a dense model has no experts" in capsys.readouterr().err
+    assert launch.main([*argv, "--cache-policy", "lru"]) == 0
+
+
 def settings(*argv: str) -> LaunchConfig:
     return cli.parse(LaunchConfig, argv, "launch.py")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from copyengine.budget import Budget, Wanted
+from copyengine.budget import Budget, Wanted, check_cache_policy
 from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
 from copyengine.protocol import Dtype
 from copyengine.protocol import Loaded as BanksLoaded
@@ -88,10 +88,9 @@ def prepare(load: Load, backend: Backend) -> Prepared:
 
 
 def _half_life(model: Model, load: Load) -> int:
+    check_cache_policy(model.spec, load.cache_policy)
     if load.cache_policy == "lru":
         return 0
-    if model.spec.moe is None:
-        raise ConfigError("--cache-policy lrfu: a dense model has no experts to cache; leave --cache-policy out")
     return half_life_of(len(model.spec.moe_layers), HALF_LIFE_STEPS)
 
 
