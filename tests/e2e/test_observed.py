@@ -65,6 +65,11 @@ def test_file_log_and_counters_tell_what_clients_were_told(tmp_path: Path) -> No
     steps = stats.decode.steps
     assert steps == 9 and [sum(row) for row in found["decode_routing"]] == [K * steps] * LAYERS
 
+    oracle = found["oracle"]  # the run is shorter than its window, and begins with nothing resident
+    decode = stats.decode
+    assert (oracle["steps"], oracle["lookups"], oracle["hits"]) == (decode.steps, decode.lookups, decode.hits)
+    assert decode.hits <= oracle["oracle_hits"] <= decode.lookups
+
     for number, end in enumerate(ends):
         line = next(line for line in log.splitlines() if f"request id=r{number} " in line)
         told = dict(re.findall(r"(\w+)=(\S+)", line))

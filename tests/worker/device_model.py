@@ -57,7 +57,9 @@ def device_model(
     assert moe is not None
     record = record_layout(spec, dtype)
     assert record is not None
-    geometry = SlotGeometry(len(spec.moe_layers), moe.experts, record.record_nbytes, slots, 2, min(8, moe.experts))
+    geometry = SlotGeometry(
+        len(spec.moe_layers), moe.experts, record.record_nbytes, slots, 2, min(8, moe.experts), logged_steps=8
+    )
     place = on_gpu()
     with rig_on(place, geometry, record, list(read_banks(checkpoint, record))) as rig:
         kind, where = TORCH_DTYPES[dtype], place.torch_device

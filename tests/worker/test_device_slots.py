@@ -170,7 +170,8 @@ def test_nothing_in_a_layer_waits_for_the_device() -> None:
     place = on_gpu()
     banks = [random_bank(record, 8, torch.bfloat16, seed) for seed in range(checks.LAYERS)]
     rng = random.Random(1)
-    with rig_on(place, SlotGeometry(checks.LAYERS, 8, record.record_nbytes, 12, 2, 4), record, banks) as rig:
+    geometry = SlotGeometry(checks.LAYERS, 8, record.record_nbytes, 12, 2, 4, logged_steps=6)
+    with rig_on(place, geometry, record, banks) as rig:
         for mode in ("demand", "streamed", "decode"):
             one = [checks.routing(rng, place, 8, 5, 2, 128) for _ in range(checks.LAYERS)]
             chunk = [checks.Routing(g.x.to(torch.bfloat16), g.weights, g.experts) for g in one]
