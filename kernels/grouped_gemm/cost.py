@@ -52,10 +52,8 @@ def tiles(tokens: int, k: int, num_experts: int, kind: ExpertFormat, shared_nbyt
     if tokens <= FEW_TOKENS and tokens * k <= num_experts:
         return _few(kind.name)
     block_m = _block_m(tokens, k, num_experts)
-    if block_m >= 64 and shared_nbytes < WARPGROUP_NBYTES:
-        large = _large_without_warpgroups(block_m, kind, shared_nbytes)
-        if large:
-            return large
+    if shared_nbytes < WARPGROUP_NBYTES and (others := _without_warpgroups(block_m, kind, shared_nbytes)):
+        return others
     match kind.name:
         case "nvfp4" | "mxfp4" if block_m == 128:
             wide = 64 if kind.quantised_inputs else 128  # rounding what gate_up gives takes registers too
@@ -72,7 +70,7 @@ def tiles(tokens: int, k: int, num_experts: int, kind: ExpertFormat, shared_nbyt
             return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, 64, 64, 3, 4))
 
 
-def _large_without_warpgroups(block_m: int, kind: ExpertFormat, shared_nbytes: int) -> Tiles | None:
+def _without_warpgroups(block_m: int, kind: ExpertFormat, shared_nbytes: int) -> Tiles | None:
     """What takes the place of tiles that need warpgroup instructions or more shared memory; None: nothing has to.
 
     block_k stays that of the others: of 32 bytes of codes the scales are too few to be loaded ahead.
@@ -80,12 +78,14 @@ def _large_without_warpgroups(block_m: int, kind: ExpertFormat, shared_nbytes: i
     match kind.name:
         case "nvfp4" | "mxfp4" if block_m == 128:
             return Tiles(Tile(128, 32, 64, 3, 8), Tile(128, 64, 64, 3, 8))
-        case "nvfp4" | "mxfp4":
+        case "nvfp4" | "mxfp4" if block_m == 64:
             return Tiles(Tile(64, 64, 64, 3, 4), Tile(64, 128, 64, 3, 8))
         case "fp8_block" if block_m == 128 and shared_nbytes < STAGED_NBYTES and kind.block[1] % 64:
-            return Tiles(Tile(128, 32, 64, 3, 8), Tile(128, 64, 64, 3, 4))
+            return Tiles(Tile(128, 32, 64, 3, 8), Tile(128, 64, 64, 3, 8))
         case "float32" if block_m == 128:
             return Tiles(Tile(128, 64, 32, 2, 8), Tile(128, 64, 32, 2, 4))
+        case "float32" if block_m == 32:
+            return Tiles(Tile(32, 64, 32, 2, 4), Tile(32, 64, 32, 2, 8))
         case _:
             return None
 
