@@ -69,12 +69,15 @@ def test_the_geometry_transformers_stated(saved: Path) -> None:
 
 
 def test_opening_a_checkpoint_of_many_tensors_is_quick(tmp_path: Path) -> None:
-    """18,432 expert tensors, as many as Qwen3-30B-A3B has. The bound is ten times what it takes: a tripwire."""
+    """18,432 expert tensors, as many as Qwen3-30B-A3B has. The bound is ten times what it takes: a tripwire.
+
+    In seconds of the processor: on a busy machine the clock runs on.
+    """
     sizes = Sizes(48, 2, 1, 128, 8, heads=1, kv_heads=1, head_dim=2, vocab_size=3, dense_intermediate=1)
     write_random_model(tmp_path, sizes)
-    start = time.perf_counter()
+    start = time.process_time()
     open_model(tmp_path)
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
 
 
 def test_overrides_are_merged_deeply(tiny: Path) -> None:
