@@ -1,4 +1,4 @@
-"""For all tests: no time limit per hypothesis example, and the oracle's checkpoints and goldens, made once."""
+"""For all tests: how many threads compute, no time limit per hypothesis example, and what transformers makes, once."""
 
 import os
 import subprocess
@@ -9,6 +9,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 from filelock import FileLock
+
+# Read when torch is loaded, here and in the processes of tests. Two of pytest's processes with two threads each on two
+# cores waited for each other's, spinning: 17 and 49 s for tests that take 2 s with one (beside other load, 2026-11).
+THREADS = max(1, ((os.cpu_count() or 1) - 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 hypothesis.settings.register_profile("slotstream", deadline=None)
 hypothesis.settings.load_profile("slotstream")
