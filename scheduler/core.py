@@ -112,7 +112,7 @@ class Core:
             return answers
         places = self.places - len(self._running) - len(self._held)
         if self.pages.states.total:
-            places = min(places, self.pages.states.available)
+            places = min(places, self.pages.states.available - len(self._held))
         room = self._room() - self.pages.cost(request.tokens)
         fit = 1 + max(0, room) // self.pages.cost_of_another(request.tokens)
         return answers - max(0, min(answers, places, fit))

@@ -247,6 +247,10 @@ def test_a_slot_that_a_step_writes_is_waited_for() -> None:
     step = run.core.plan(0.0)
     assert step and step.mode == "decode" and [at for at, _ in step.sequences[0].snapshots] == [4]
     assert run.core.would_wait(make_request(9, 1, 1), 2) == 1, "there are two places and one slot"
+    held = make_request(8, 1, 1)
+    run.core.hold([held])
+    assert run.core.would_wait(make_request(9, 1, 1)) == 1, "who is held will have it"
+    run.core.drop(held)
     for first in (2, 3):
         run.submit([first] * 5, 4)
     assert (run.core.running, run.core.waiting) == (2, 1)
