@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
+from copyengine import available
 from copyengine.wire.errors import ConfigError
 
 BLOCK_NBYTES = 4096
@@ -28,8 +28,9 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def is_better_direct(nbytes: int) -> bool:
-    """Whether files of `nbytes` are better read so: the memory that is free now could not hold them."""
-    return bool(O_DIRECT) and nbytes > psutil.virtual_memory().available
+    """Whether files of `nbytes` are better read so: the memory that can be had now, in a container too,
+    could not hold them."""
+    return bool(O_DIRECT) and nbytes > available.host_nbytes()
 
 
 class DirectFiles:

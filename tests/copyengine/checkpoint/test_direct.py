@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from copyengine import available
 from copyengine.checkpoint import direct, reader
 from copyengine.checkpoint.direct import DirectFiles, is_better_direct
 from copyengine.checkpoint.model import expert_file_nbytes, open_model
@@ -112,11 +113,15 @@ def test_experts_read_directly_are_those_read_through_the_cache(
         assert sum(asked) <= expert_file_nbytes(model) + edges
 
 
-@pytest.mark.parametrize(("available", "better"), [(999, True), (1000, False)])
+@pytest.mark.parametrize(
+    ("machine", "container", "better"), [(999, None, True), (1000, None, False), (5000, 999, True), (5000, 1000, False)]
+)
 def test_direct_is_better_where_the_cache_could_not_hold_it(
-    available: int, better: bool, monkeypatch: pytest.MonkeyPatch
+    machine: int, container: int | None, better: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    """By what the machine has free, and what the limit of a container leaves of it."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=machine))
+    monkeypatch.setattr(available, "left_by_cgroups", lambda: iter([] if container is None else [container]))
     monkeypatch.setattr(direct, "O_DIRECT", 1)
     assert is_better_direct(1000) == better
     monkeypatch.setattr(direct, "O_DIRECT", 0)
