@@ -1,5 +1,6 @@
 """What a tensor of a quantised linear must be once it is read, and what becomes of it."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from copyengine.checkpoint.schemes import Kind
 from copyengine.wire.errors import ConfigError
 
 E4M3_NAN = 0x7F
-"""With either sign."""
+"""And 0xFF, its negative."""
 
 E8M0_NAN = 0xFF
 PIECE_NBYTES = 1 << 18
@@ -23,9 +24,9 @@ def finish(kind: Kind, data: NDArray[np.uint8], path: Path, source: str) -> None
     """
     match kind:
         case "e4m3" | "scales":
-            _refuse_bytes(data, E4M3_NAN, E4M3_NAN, path, source)
+            _refuse_nan(data, E4M3_NAN, path, source)
         case "powers":
-            _refuse_bytes(data, 0xFF, E8M0_NAN, path, source)
+            _refuse_nan(data, E8M0_NAN, path, source)
         case "blocks" | "factor":
             if not np.isfinite(data.view(np.float32)).all():
                 raise ConfigError(f"{path}: tensor {source} holds a scale that is not finite; download it again")
@@ -33,15 +34,22 @@ def finish(kind: Kind, data: NDArray[np.uint8], path: Path, source: str) -> None
             _finish_global(kind, data.view(np.float32), path, source)
 
 
-def _refuse_bytes(data: NDArray[np.uint8], mask: int, nan: int, path: Path, source: str) -> None:
-    """No byte is `nan` under `mask`, which nothing exceeds."""
+def _refuse_nan(data: NDArray[np.uint8], nan: int, path: Path, source: str) -> None:
+    """No byte is 0xFF, nor `nan`.
+
+    Scales are not below 0: one pass that looks for the largest byte, and takes no memory, does for them.
+    """
     for low in range(0, data.size, PIECE_NBYTES):
-        if np.bitwise_and(data[low : low + PIECE_NBYTES], mask).max() == nan:
+        piece = data[low : low + PIECE_NBYTES]
+        highest = piece.max()
+        if highest == 0xFF or (highest >= nan and piece.view(np.int8).max() == nan):
             raise ConfigError(f"{path}: tensor {source} holds NaN; download it again")
 
 
 def _finish_global(kind: Kind, value: NDArray[np.float32], path: Path, source: str) -> None:
-    found = value[0]
+    found = value.item()
+    if kind == "global" and 0 < found < math.inf:  # of 100,000 small tensors, so that the general case is too slow
+        return
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if kind == "reciprocal":
             value[:] = np.float32(1) / value
