@@ -25,6 +25,7 @@ ALLOWED = {
     ("copyengine/sync.py", "sched_yield"): "behind hasattr",
     ("copyengine/device/host.py", "posix_fallocate"): "behind hasattr; Windows takes the memory of a segment by itself",
     ("copyengine/checkpoint/files.py", "posix_fadvise"): "behind hasattr; the system reads ahead by itself",
+    ("copyengine/checkpoint/files.py", "preadv"): "behind hasattr; one place after the other is filled",
     ("copyengine/checkpoint/direct.py", "O_DIRECT"): "behind getattr; files are read as any others without",
     ("copyengine/available.py", "/proc"): "where it is not there are no control groups",
     ("copyengine/available.py", "/sys/"): "likewise",

@@ -8,6 +8,7 @@ cache are read from there at the next start, at the rate of memory, so this is f
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -69,6 +70,13 @@ class DirectFiles:
                 at += length
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+    def read_all(self, path: Path, offset: int, targets: Sequence[memoryview], stop: int = 0) -> None:
+        """Fill one of `targets` after the other from byte `offset` on."""
+        end = max(stop, offset + sum(map(len, targets)))
+        for target in targets:
+            self.read_into(path, offset, target, end)
+            offset += len(target)
 
     def _open(self, path: Path, flags: int) -> None:
         self.__exit__()

@@ -14,9 +14,10 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from copyengine.checkpoint.convert import NUMPY_DTYPE
 from copyengine.checkpoint.nvfp4 import E4M3
 from copyengine.checkpoint.parallel import run_all
-from copyengine.checkpoint.reader import NUMPY_DTYPE, OnBytes
+from copyengine.checkpoint.reader import OnBytes
 from kernels.formats import Field, RecordLayout
 
 CONSTANT = 0

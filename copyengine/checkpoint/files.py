@@ -1,12 +1,16 @@
 """Reads files through the page cache, a few bytes here and there or much at a time."""
 
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
 from copyengine.wire.errors import ConfigError
 
 WILLNEED: int = getattr(os, "POSIX_FADV_WILLNEED", 0)
+
+PLACES = 1024
+"""That one call fills at most: what Linux and macOS allow."""
 
 
 class Files:
@@ -26,9 +30,14 @@ class Files:
         self._file = self._path = None
 
     def read_into(self, path: Path, offset: int, target: memoryview, stop: int = 0) -> None:
-        """Fill `target` from byte `offset` on. One read returns 2 GiB at most, so it may take several.
+        """Fill `target` from byte `offset` on; otherwise as `read_all`."""
+        self.read_all(path, offset, [target], stop)
+
+    def read_all(self, path: Path, offset: int, targets: Sequence[memoryview], stop: int = 0) -> None:
+        """Fill one of `targets` after the other from byte `offset` on.
 
         `stop`, if it is given, is how far the next calls will read on: the system is told where it can be.
+        ConfigError if the file is too short or cannot be read.
         """
         try:
             if self._file is None or path != self._path:
@@ -36,15 +45,24 @@ class Files:
                 self._file, self._path, self._ahead = FileIO(path), path, 0
             if stop > self._ahead:
                 self._read_ahead(self._file.fileno(), max(offset, self._ahead), stop)
-            self._file.seek(offset)
-            filled = 0
-            while filled < len(target):
-                got = self._file.readinto(target[filled:])
+            left = [target for target in targets if len(target)]
+            while left:
+                got = self._read(self._file, offset, left)
                 if not got:
-                    raise ConfigError(f"{path}: cut short at byte {offset + filled} since it was opened")
-                filled += got
+                    raise ConfigError(f"{path}: cut short at byte {offset} since it was opened")
+                offset += got
+                left = _rest(left, got)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+    @staticmethod
+    def _read(file: FileIO, offset: int, targets: Sequence[memoryview]) -> int:
+        """Bytes of the file that are in `targets` then: 2 GiB at most, and only the first one's where the system reads
+        into one place at a time."""
+        if hasattr(os, "preadv"):
+            return os.preadv(file.fileno(), targets[:PLACES], offset)
+        file.seek(offset)
+        return file.readinto(targets[0]) or 0
 
     def _read_ahead(self, descriptor: int, start: int, stop: int) -> None:
         """By itself the system keeps less under way than a disk can do at a time: from a cold cache small tensors were
@@ -52,3 +70,12 @@ class Files:
         self._ahead = stop
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, start, stop - start, WILLNEED)
+
+
+def _rest(targets: Sequence[memoryview], filled: int) -> list[memoryview]:
+    """What is left of `targets` once their first `filled` bytes are filled."""
+    for i, target in enumerate(targets):
+        if filled < len(target):
+            return [target[filled:], *targets[i + 1 :]]
+        filled -= len(target)
+    return []

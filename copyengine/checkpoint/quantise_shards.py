@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from copyengine.checkpoint.checks import DTYPES
+from copyengine.checkpoint.convert import NUMPY_DTYPE
 from copyengine.checkpoint.encode import encode, squared_error
 from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.nvfp4 import global_of
 from copyengine.checkpoint.parallel import run_all
 from copyengine.checkpoint.quantise_plan import Copied, Linear, Quantised, Shard
-from copyengine.checkpoint.reader import NUMPY_DTYPE, OnBytes, as_bytes
+from copyengine.checkpoint.reader import OnBytes, as_bytes
 from copyengine.checkpoint.schemes import Scheme
 from copyengine.checkpoint.shard_file import ShardFile
 from copyengine.wire.errors import ConfigError

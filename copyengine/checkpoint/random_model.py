@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from copyengine.checkpoint.builtin_text import TEXT
+from copyengine.checkpoint.convert import NUMPY_DTYPE
 from copyengine.checkpoint.directory import INDEX
 from copyengine.checkpoint.model import RANDOM_WEIGHTS
 from copyengine.checkpoint.names import dense_names, expert_names
-from copyengine.checkpoint.reader import NUMPY_DTYPE
 from copyengine.families import parse_spec
 from copyengine.families.qwen3 import FUSED, HUB
 from copyengine.model_spec import ModelSpec

@@ -3,69 +3,31 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 
-import ml_dtypes
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from copyengine.checkpoint.checks import DTYPES, Linear
+from copyengine.checkpoint.convert import BLOCK_NBYTES, NUMPY_DTYPE, convert, converted
 from copyengine.checkpoint.dequantise import dequantised
 from copyengine.checkpoint.direct import DirectFiles, is_better_direct
 from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.finish import finish
 from copyengine.checkpoint.model import Model
 from copyengine.checkpoint.parallel import run_all
-from copyengine.checkpoint.rearrange import AS_IT_IS, Order
+from copyengine.checkpoint.pieces import GAP_NBYTES, Piece, batches, pieces_of, runs
+from copyengine.checkpoint.rearrange import AS_IT_IS
 from copyengine.checkpoint.schemes import Kind, beside
 from copyengine.checkpoint.tensors import dtype_of
-from copyengine.wire.errors import ConfigError
 from kernels.formats import RecordLayout
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes just read; from several threads for the experts."""
 
-NUMPY_DTYPE: dict[str, np.dtype[np.generic]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
-
-FIELD_DTYPES = {**DTYPES, "U8": "uint8", "F8_E8M0": "uint8", "F8_E4M3": "float8_e4m3"}
-"""safetensors' spelling -> ours, of the element types that the tensors of experts may have."""
-
-NEAR_NBYTES = 64 << 10
-"""Pieces of a file with no more than this between them are read in one go where it is read directly."""
-
 READER_THREADS = 4
 BATCH_NBYTES = 32 << 20
 """What one thread reads before it takes up the next piece of work."""
-
-
-class _Piece(Struct, frozen=True):
-    """One contiguous run of file bytes and the bank bytes that it fills."""
-
-    path: Path
-    offset: int
-    nbytes: int
-    dtype: str  # in the file
-    field_dtype: str
-    bank: int
-    expert: int
-    start: int  # byte in the record
-    stop: int
-    source: str
-    kind: Kind
-    order: Order
-    rows: int  # of the field's part
-
-    @property
-    def end(self) -> int:
-        """In the file."""
-        return self.offset + self.nbytes
 
 
 def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[str, NDArray[np.generic]]]:
@@ -83,7 +45,7 @@ def read_dense(model: Model, dtype: str, on_bytes: OnBytes) -> Iterator[tuple[st
             source = np.empty(ref.shape, NUMPY_DTYPE[DTYPES[ref.dtype]])
             files.read_into(ref.path, ref.offset, as_bytes(source))
             on_bytes(ref.nbytes)
-            yield name, _convert(source, dtype_of(name, dtype), ref.path, name)
+            yield name, converted(source, dtype_of(name, dtype), ref.path, name)
 
 
 def read_experts(
@@ -99,13 +61,13 @@ def read_experts(
     page cache; if not given, where that is better. ConfigError as for `read_dense`, and for a scale or a global that
     makes no number of a code.
     """
-    pieces = _pieces(model, layout)
+    pieces = pieces_of(model, layout)
     if direct is None:
         direct = is_better_direct(sum(piece.nbytes for piece in pieces))
     unused: SimpleQueue[Files | DirectFiles] = SimpleQueue()
     for _ in range(READER_THREADS):
         unused.put(DirectFiles() if direct else Files())
-    work = [partial(_read_batch, batch, banks, on_bytes, unused) for batch in _batches(pieces)]
+    work = [partial(_read_batch, batch, banks, on_bytes, unused) for batch in batches(pieces, BATCH_NBYTES)]
     return sum(run_all(work, READER_THREADS, "checkpoint-reader"))
 
 
@@ -123,77 +85,66 @@ def _read_linear(files: "Files", linear: Linear, dtype: str, on_bytes: OnBytes) 
     weight = np.empty(linear.shape, NUMPY_DTYPE[dtype])
     low = 0
     for rows in dequantised(tensors, linear.scheme.block):
-        weight[low : low + len(rows)] = _convert(rows, dtype, linear.refs[0].path, linear.source)
+        weight[low : low + len(rows)] = converted(rows, dtype, linear.refs[0].path, linear.source)
         low += len(rows)
     return weight
 
 
-def _pieces(model: Model, layout: RecordLayout) -> list[_Piece]:
-    """The work of read_experts in the order of the files."""
-    pieces: list[_Piece] = []
-    for entry, ref in model.experts:
-        field = layout.field(entry.field)
-        part_nbytes = field.nbytes // entry.parts
-        start = field.offset + entry.part * part_nbytes
-        stop = start + part_nbytes
-        experts = range(entry.shape[0]) if entry.expert is None else (entry.expert,)
-        nbytes = ref.nbytes // len(experts)
-        for i, expert in enumerate(experts):
-            offset = ref.offset + i * nbytes
-            dtypes = (FIELD_DTYPES[ref.dtype], field.dtype)
-            rows = field.shape[0] // entry.parts if field.shape else 1
-            place = (entry.bank, expert, start, stop)
-            what = (entry.source, entry.kind)
-            pieces.append(_Piece(ref.path, offset, nbytes, *dtypes, *place, *what, order=entry.order, rows=rows))
-    return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
-
-
-def _batches(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
-    """`pieces` cut into runs of about BATCH_NBYTES of one file."""
-    cuts = [0]
-    nbytes = 0
-    for i, (left, right) in enumerate(pairwise(pieces)):
-        nbytes += left.nbytes
-        if left.path != right.path or nbytes >= BATCH_NBYTES:
-            cuts.append(i + 1)
-            nbytes = 0
-    for low, high in pairwise([*cuts, len(pieces)]):
-        if low < high:
-            yield pieces[low:high]
-
-
 def _read_batch(
-    batch: Sequence[_Piece],
+    batch: Sequence[Piece],
     banks: Sequence[NDArray[np.uint8]],
     on_bytes: OnBytes,
     unused: "SimpleQueue[Files | DirectFiles]",
 ) -> int:
     total = 0
     with _taken(unused) as files:
-        for piece, stop in zip(batch, _stops(batch), strict=True):
-            record = banks[piece.bank][piece.expert, piece.start : piece.stop]
-            if piece.dtype == piece.field_dtype and piece.order == AS_IT_IS:
-                files.read_into(piece.path, piece.offset, record.data, stop)
+        for run, stop in runs(batch):
+            records = [banks[piece.bank][piece.expert, piece.start : piece.stop] for piece in run]
+            first = run[0]
+            if first.is_straight:
+                files.read_all(first.path, first.offset, _places(run, records), stop)
+            elif first.order == AS_IT_IS:
+                _read_converted(files, first, records[0], stop)
             else:
-                dtype = NUMPY_DTYPE.get(piece.dtype, np.dtype(np.uint8))
-                source = np.empty(piece.nbytes // dtype.itemsize, dtype)
-                files.read_into(piece.path, piece.offset, as_bytes(source), stop)
-                if piece.dtype != piece.field_dtype:
-                    source = _convert(source, piece.field_dtype, piece.path, piece.source)
-                piece.order.fill(record, source, piece.rows)
-            finish(piece.kind, record, piece.path, piece.source)
-            on_bytes(piece.nbytes)
-            total += piece.nbytes
+                _read_rearranged(files, first, records[0], stop)
+            for piece, record in zip(run, records, strict=True):
+                finish(piece.kind, record, piece.path, piece.source)
+            nbytes = sum(piece.nbytes for piece in run)
+            on_bytes(nbytes)
+            total += nbytes
     return total
 
 
-def _stops(batch: Sequence[_Piece]) -> list[int]:
-    """For each piece the end of the last of those behind it in the file that follow each other closely."""
-    stops = [piece.end for piece in batch]
-    for i in reversed(range(len(batch) - 1)):
-        if batch[i + 1].offset - batch[i].end <= NEAR_NBYTES:
-            stops[i] = stops[i + 1]
-    return stops
+def _places(run: Sequence[Piece], records: Sequence[NDArray[np.uint8]]) -> list[memoryview]:
+    """Where the bytes of the file go, what nobody wants of them included."""
+    unwanted: NDArray[np.uint8] = np.empty(GAP_NBYTES, np.uint8)
+    places: list[memoryview] = []
+    at = run[0].offset
+    for piece, record in zip(run, records, strict=True):
+        if piece.offset > at:
+            places.append(unwanted[: piece.offset - at].data)
+        places.append(record.data)
+        at = piece.end
+    return places
+
+
+def _read_converted(files: "Files | DirectFiles", piece: Piece, record: NDArray[np.uint8], stop: int) -> None:
+    """Block by block, so that what is read is in the processor's cache when it is converted."""
+    field = record.view(NUMPY_DTYPE[piece.field_dtype])
+    block = np.empty(BLOCK_NBYTES // NUMPY_DTYPE[piece.dtype].itemsize, NUMPY_DTYPE[piece.dtype])
+    for low in range(0, field.size, block.size):
+        part = block[: field.size - low]
+        files.read_into(piece.path, piece.offset + low * part.itemsize, as_bytes(part), stop)
+        convert(part, field[low : low + part.size], piece.path, piece.source)
+
+
+def _read_rearranged(files: "Files | DirectFiles", piece: Piece, record: NDArray[np.uint8], stop: int) -> None:
+    dtype = NUMPY_DTYPE.get(piece.dtype, np.dtype(np.uint8))
+    source = np.empty(piece.nbytes // dtype.itemsize, dtype)
+    files.read_into(piece.path, piece.offset, as_bytes(source), stop)
+    if piece.dtype != piece.field_dtype:
+        source = converted(source, piece.field_dtype, piece.path, piece.source)
+    piece.order.fill(record, source, piece.rows)
 
 
 @contextmanager
@@ -210,16 +161,3 @@ def _taken(unused: "SimpleQueue[Files | DirectFiles]") -> "Iterator[Files | Dire
 def as_bytes(array: NDArray[np.generic]) -> memoryview:
     """The bytes of a contiguous `array`."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def _convert(source: NDArray[np.generic], dtype: str, path: Path, name: str) -> NDArray[np.generic]:
-    """`source` rounded to nearest even as `dtype`. Only float16 is narrower than what the files may hold."""
-    target = NUMPY_DTYPE[dtype]
-    if source.dtype == target:
-        return source
-    with np.errstate(over="ignore", invalid="ignore"):
-        result = source.astype(target)
-        overflows = dtype == "float16" and bool(np.any(np.isinf(result) & np.isfinite(source)))
-    if overflows:
-        raise ConfigError(f"{path}: tensor {name} holds values beyond float16's range; use --dtype bfloat16 or float32")
-    return result

@@ -1,6 +1,7 @@
 """read_dense and read_experts: byte for byte against the safetensors library, conversions against torch's."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -11,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from copyengine.checkpoint import reader
+from copyengine.checkpoint.convert import NUMPY_DTYPE, converted
 from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.model import Model, dense_file_nbytes, expert_file_nbytes, open_model
 from copyengine.checkpoint.names import ExpertName
 from copyengine.checkpoint.random_model import Sizes, write_random_model
-from copyengine.checkpoint.reader import NUMPY_DTYPE, read_dense, read_experts
+from copyengine.checkpoint.reader import read_dense, read_experts
 from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 from kernels.formats import ExpertFormat, Field, RecordLayout, layout
@@ -176,15 +178,15 @@ def test_fields_of_any_type_and_rank(tmp_path: Path, fused: bool) -> None:
 def test_every_byte_is_read_once_and_in_order(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the files' own sizes: all reads together cover the tensors' bytes of every shard exactly."""
     reads: list[tuple[Path, int, int]] = []
-    original = Files.read_into
+    original = Files.read_all
     lock = threading.Lock()
 
-    def spy(self: Files, path: Path, offset: int, target: memoryview, stop: int = 0) -> None:
+    def spy(self: Files, path: Path, offset: int, targets: Sequence[memoryview], stop: int = 0) -> None:
         with lock:
-            reads.append((path, offset, len(target)))
-        original(self, path, offset, target, stop)
+            reads.append((path, offset, sum(map(len, targets))))
+        original(self, path, offset, targets, stop)
 
-    monkeypatch.setattr(Files, "read_into", spy)
+    monkeypatch.setattr(Files, "read_all", spy)
     model = open_model(saved / "moe60_sharded")
     list(read_dense(model, "bfloat16", lambda _: None))
     assert reads == sorted(reads)
@@ -250,5 +252,5 @@ def test_every_bit_pattern_converts_as_in_torch(source: str, target: str) -> Non
     with np.errstate(all="ignore"):
         kept = np.isfinite(values) & np.isfinite(values.astype(np.float32).astype(NUMPY_DTYPE[target]))
     values = values[kept]
-    ours = reader._convert(values, target, Path("x"), "t")
+    ours = converted(values, target, Path("x"), "t")
     assert ours.tobytes() == torch_cast(values, target).tobytes()

@@ -1,0 +1,117 @@
+"""The reads that fill the banks, in the order of the files: runs of bytes, and where in which record they go."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from msgspec import Struct
+
+from copyengine.checkpoint.checks import DTYPES
+from copyengine.checkpoint.model import Model
+from copyengine.checkpoint.rearrange import AS_IT_IS, Order
+from copyengine.checkpoint.schemes import Kind
+from kernels.formats import RecordLayout
+
+FIELD_DTYPES = {**DTYPES, "U8": "uint8", "F8_E8M0": "uint8", "F8_E4M3": "float8_e4m3"}
+"""safetensors' spelling -> ours, of the element types that the tensors of experts may have."""
+
+NEAR_NBYTES = 64 << 10
+"""Pieces of a file with no more than this between them are read in one go where it is read directly."""
+
+GAP_NBYTES = 4 << 10
+"""... and in one call through the page cache. Scales that a load has no use for lie between those that it has."""
+
+RUN_NBYTES = 4 << 20
+"""Of pieces that are read in one call, unless it is a single one: so that they are looked at before they have left the
+processor's cache."""
+
+RUN_PIECES = 256
+"""In one call at most: with what is between them fewer than the 1,024 places that systems take."""
+
+
+class Piece(Struct, frozen=True):
+    """One contiguous run of file bytes and the bank bytes that it fills."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: str  # in the file
+    field_dtype: str
+    bank: int
+    expert: int
+    start: int  # byte in the record
+    stop: int
+    source: str
+    kind: Kind
+    order: Order
+    rows: int  # of the field's part
+
+    @property
+    def end(self) -> int:
+        """In the file."""
+        return self.offset + self.nbytes
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether the file has the bytes of the field."""
+        return self.dtype == self.field_dtype and self.order == AS_IT_IS
+
+
+def pieces_of(model: Model, layout: RecordLayout) -> list[Piece]:
+    """What fills the banks with the experts as `layout` places them."""
+    pieces: list[Piece] = []
+    for entry, ref in model.experts:
+        field = layout.field(entry.field)
+        part_nbytes = field.nbytes // entry.parts
+        start = field.offset + entry.part * part_nbytes
+        stop = start + part_nbytes
+        experts = range(entry.shape[0]) if entry.expert is None else (entry.expert,)
+        nbytes = ref.nbytes // len(experts)
+        for i, expert in enumerate(experts):
+            offset = ref.offset + i * nbytes
+            dtypes = (FIELD_DTYPES[ref.dtype], field.dtype)
+            rows = field.shape[0] // entry.parts if field.shape else 1
+            place = (entry.bank, expert, start, stop)
+            what = (entry.source, entry.kind)
+            pieces.append(Piece(ref.path, offset, nbytes, *dtypes, *place, *what, order=entry.order, rows=rows))
+    return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
+
+
+def batches(pieces: Sequence[Piece], most_nbytes: int) -> Iterator[Sequence[Piece]]:
+    """`pieces` cut into parts of about `most_nbytes` of one file."""
+    cuts = [0]
+    nbytes = 0
+    for i, (left, right) in enumerate(pairwise(pieces)):
+        nbytes += left.nbytes
+        if left.path != right.path or nbytes >= most_nbytes:
+            cuts.append(i + 1)
+            nbytes = 0
+    for low, high in pairwise([*cuts, len(pieces)]):
+        if low < high:
+            yield pieces[low:high]
+
+
+def runs(batch: Sequence[Piece]) -> Iterator[tuple[Sequence[Piece], int]]:
+    """`batch` cut into what one call reads, pieces that follow each other closely and need no change, or one; with each
+    how far the file will be read on behind it."""
+    stops = _stops(batch)
+    low = nbytes = 0
+    for i, piece in enumerate(batch):
+        nbytes += piece.nbytes
+        if i + 1 < len(batch) and nbytes < RUN_NBYTES and i + 1 - low < RUN_PIECES and _joined(piece, batch[i + 1]):
+            continue
+        yield batch[low : i + 1], stops[low]
+        low, nbytes = i + 1, 0
+
+
+def _joined(left: Piece, right: Piece) -> bool:
+    return left.is_straight and right.is_straight and 0 <= right.offset - left.end <= GAP_NBYTES
+
+
+def _stops(batch: Sequence[Piece]) -> list[int]:
+    """For each piece the end of the last of those behind it in the file that follow each other closely."""
+    stops = [piece.end for piece in batch]
+    for i in reversed(range(len(batch) - 1)):
+        if batch[i + 1].offset - batch[i].end <= NEAR_NBYTES:
+            stops[i] = stops[i + 1]
+    return stops
