@@ -12,20 +12,22 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from filelock import FileLock, Timeout
 from msgspec import Struct
 
-from copyengine.checkpoint.directory import locate
+from copyengine.checkpoint.directory import locate, read_config
 from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.quantise_formats import FORMATS, dialects, scheme_of
-from copyengine.checkpoint.quantise_plan import Shard, plan
+from copyengine.checkpoint.quantise_plan import Shard, plan, spelt
 from copyengine.checkpoint.quantise_shards import Errors, add_errors, make_shard
 from copyengine.checkpoint.quantise_texts import write_texts
 from copyengine.checkpoint.schemes import MODELOPT, Scheme
 from copyengine.checkpoint.shard_file import file_nbytes
+from copyengine.families import parse_spec
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.logs import ERASE_LINE
 
@@ -205,14 +207,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--format", choices=tuple(FORMATS), required=True, help="of the experts; all else stays as it is"
     )
-    parser.add_argument("--dialect", help=f"whose files they are like: {dialects()}; the first of them if not given")
+    parser.add_argument(
+        "--dialect", help=f"whose files they are like: {dialects()}; the first that the model may have if not given"
+    )
     parser.add_argument("--block", help="rows and columns that share a scale of fp8_block (default 128,128)")
     parser.add_argument("--shard-mb", type=int, default=SHARD_MB, help=f"size of a file at most (default {SHARD_MB})")
     stated = parser.parse_args(argv)
     try:
         if stated.shard_mb < 1:
             raise ConfigError(f"--shard-mb {stated.shard_mb}: must be at least 1")
-        scheme = scheme_of(stated.format, stated.dialect, stated.block)
+        architecture = parse_spec(read_config(stated.source)).architecture
+        scheme = scheme_of(stated.format, stated.dialect, stated.block, partial(spelt, architecture))
         shard_nbytes = stated.shard_mb * 10**6
         errors = quantise_checkpoint(stated.source, stated.target, scheme, shard_nbytes, sys.stderr.isatty())
     except ConfigError as error:

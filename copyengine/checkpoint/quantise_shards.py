@@ -74,8 +74,8 @@ def _quantise(job: Quantised, scheme: Scheme, file: ShardFile, on_bytes: OnBytes
     weights = [_weight(linear) for linear in job.linears]
     error = squares = 0.0
     for linear, weight, tensors in zip(job.linears, weights, encode(scheme, weights), strict=True):
-        for tensor, output in zip(scheme.tensors, linear.outputs, strict=True):
-            file.write(output.name, tensors[tensor.kind].tobytes())
+        for made in linear.made:
+            file.write(made.output.name, tensors[made.kind].tobytes(), made.start)
         on_bytes(linear.ref.nbytes)
         more = squared_error(weight, tensors, scheme)
         error, squares = error + more[0], squares + more[1]
@@ -89,4 +89,4 @@ def _weight(linear: Linear) -> NDArray[np.generic]:
         files.read_into(linear.ref.path, linear.ref.offset, as_bytes(weight))
     if not np.isfinite(global_of(weight)):
         raise ConfigError(f"{linear.ref.path}: tensor {linear.source} holds values that are not finite")
-    return weight
+    return np.ascontiguousarray(weight.T) if linear.transposed else weight

@@ -9,7 +9,7 @@ from copyengine.checkpoint.directory import INDEX, read_config
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.keys import Keys
 from copyengine.checkpoint.quantise_plan import Quantised, Shard
-from copyengine.checkpoint.schemes import MODELOPT, WEIGHT, Scheme, fp8_block
+from copyengine.checkpoint.schemes import FUSED_MXFP4, MODELOPT, WEIGHT, Scheme, fp8_block
 from copyengine.families.packed_groups import (
     FP8_FORMAT,
     FP8_WEIGHTS,
@@ -42,7 +42,7 @@ def write_texts(
     quantised = [job for shard in shards for job in shard.jobs if isinstance(job, Quantised)]
     experts = {linear.source for job in quantised for linear in job.linears}
     left_out = [name for name, ref in refs.items() if name not in experts and len(ref.shape) == 2]
-    ignored = sorted(name.removesuffix(f".{WEIGHT}") for name in left_out)
+    ignored = sorted(name.removesuffix(f".{WEIGHT}") for name in left_out if name.endswith(f".{WEIGHT}"))
     _write_json(target / "config.json", {**read_config(source), "quantization_config": quantisation(scheme, ignored)})
 
 
@@ -56,6 +56,8 @@ def quantisation(scheme: Scheme, ignored: Sequence[str]) -> dict[str, object]:
     if scheme == fp8_block(*scheme.block):
         tool = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         return {**tool, "weight_block_size": list(scheme.block), "modules_to_not_convert": list(ignored)}
+    if scheme is FUSED_MXFP4:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(ignored)}
     packing, stated = _packed(scheme)
     group: dict[str, object] = {"weights": {**stated, "dynamic": False, "symmetric": True}, "targets": ["Linear"]}
     group |= {"input_activations": None, "output_activations": None}

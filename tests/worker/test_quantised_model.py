@@ -7,6 +7,7 @@ brought to float32 exactly as the other checkpoint's were.
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.step import StepRunner
 from worker.weights import load_dense
 
-PROMPT, TOKENS, PAGE_TOKENS = 24, 8, 16
+TOKENS, PAGE_TOKENS = 8, 16
+PROMPT_IDS = torch.randint(0, SIZES.vocab_size, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 DIALECTS: dict[str, tuple[Spelling, str]] = {
@@ -53,8 +55,14 @@ def pages(tokens: int) -> list[int]:
     return list(range(-(-tokens // PAGE_TOKENS)))
 
 
-def answer(directory: Path, mode: Mode, activations: ExpertActivations = "plain", tokens: int = TOKENS) -> Answer:
-    """Prefill of a prompt in `mode`, then greedy decoding of `tokens` in all, in float32."""
+def answer(
+    directory: Path,
+    mode: Mode,
+    activations: ExpertActivations = "plain",
+    tokens: int = TOKENS,
+    prompt: Sequence[int] = PROMPT_IDS,
+) -> Answer:
+    """Prefill of `prompt` in `mode`, then greedy decoding of `tokens` in all, in float32."""
     model = open_model(directory, expert_activations=activations)
     scales = [InputScales(*pair) for pair in read_input_scales(model, lambda _: None)]
     record, moe = record_layout(model.spec, "float32"), model.spec.moe
@@ -68,10 +76,9 @@ def answer(directory: Path, mode: Mode, activations: ExpertActivations = "plain"
         experts = HostExperts(rig.slots, torch.from_numpy(rig.slots.pool_bytes), record, moe.experts, scales)
         decoder = build_model(model.spec, load_dense(model, "float32", CPU, lambda _: None), kv, experts)
         runner = StepRunner(model.spec, decoder, kv, rig.slots)
-        prompt = torch.randint(0, SIZES.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
-        full = runner.run_full(RunStep(mode, [SequenceStep(0, prompt, 0, pages(PROMPT), Sampling())]))
+        full = runner.run_full(RunStep(mode, [SequenceStep(0, list(prompt), 0, pages(len(prompt)), Sampling())]))
         answered = list(full.result.tokens)
-        for position in range(PROMPT, PROMPT + tokens - 1):
+        for position in range(len(prompt), len(prompt) + tokens - 1):
             step = RunStep("decode", [SequenceStep(0, answered[-1:], position, pages(position + 1), Sampling())])
             answered += runner.run(step).tokens
         return Answer(answered, [full.hidden, full.logits])

@@ -18,7 +18,14 @@ from copyengine.checkpoint.model import open_model
 from copyengine.checkpoint.quantise import main, quantise_checkpoint
 from copyengine.checkpoint.quantise_formats import scheme_of
 from copyengine.checkpoint.random_model import write_random_model
-from copyengine.checkpoint.schemes import COMPRESSED_MXFP4, MODELOPT, Scheme, compressed_fp8_block, fp8_block
+from copyengine.checkpoint.schemes import (
+    COMPRESSED_MXFP4,
+    FUSED_MXFP4,
+    MODELOPT,
+    Scheme,
+    compressed_fp8_block,
+    fp8_block,
+)
 from copyengine.wire.errors import ConfigError
 from kernels.quant import Matrix, dequant, quant, quant_fp8_block, quant_mxfp4
 from tests.copyengine.checkpoint.spelt_linears import BLOCK, SIZES
@@ -121,11 +128,17 @@ def test_checkpoints_hold_what_kernels_make_and_are_opened(tmp_path: Path, name:
     assert ignored <= set(config.get("ignore") or config["modules_to_not_convert"])
 
 
+def always(scheme: Scheme) -> bool:
+    return True
+
+
 def test_the_command_s_formats_dialects_and_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scheme_of("fp8_block", None, None) == fp8_block(128, 128)
-    assert scheme_of("fp8_block", "compressed-tensors", "24,40") == compressed_fp8_block(24, 40)
-    assert scheme_of("mxfp4", None, None) is COMPRESSED_MXFP4 and scheme_of("nvfp4", None, None) is MODELOPT
-    for arguments, word in (
+    assert scheme_of("fp8_block", None, None, always) == fp8_block(128, 128)
+    assert scheme_of("fp8_block", "compressed-tensors", "24,40", always) == compressed_fp8_block(24, 40)
+    assert scheme_of("mxfp4", None, None, always) is COMPRESSED_MXFP4
+    assert scheme_of("nvfp4", None, None, always) is MODELOPT
+    assert scheme_of("mxfp4", None, None, lambda scheme: not scheme.tensors) is FUSED_MXFP4
+    for (name, dialect, block), word in (
         (("mxfp4", "modelopt", None), "compressed-tensors"),
         (("nvfp4", None, "16,16"), "--block 16,16"),
         (("fp8_block", None, "0,128"), "--block 0,128"),
@@ -133,7 +146,7 @@ def test_the_command_s_formats_dialects_and_blocks(tmp_path: Path, capsys: pytes
         (("fp8_block", None, "x,1"), "two numbers"),
     ):
         with pytest.raises(ConfigError, match=word):
-            scheme_of(*arguments)
+            scheme_of(name, dialect, block, always)
     source = tmp_path / "source"
     source.mkdir()
     write_random_model(source, SIZES)
