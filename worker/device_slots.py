@@ -164,12 +164,20 @@ class DeviceSlots:
         self._mode = mode
         self._traffic = no_traffic(self.geometry.layers)
         self._clock_before.copy_(self._state.clock)
-        self.log.begin(mode, self._state.slot_of)
-        if self.log.logs("decode"):
-            self._routing_before.copy_(self._admission.routing)
+        self._begin_log(mode)
         if self._writer.begin_step():
             self._wake()
         self._begin(mode)
+
+    def _begin_log(self, mode: Mode) -> None:
+        self.log.begin(mode, self._state.slot_of)
+        if self.log.logs("decode"):
+            self._routing_before.copy_(self._admission.routing)
+
+    def _log_decode(self) -> None:
+        """What the step has counted, which may have been a graph's, that does not log."""
+        if self.log.logs("decode"):
+            self.log.note_all(self._admission.routing != self._routing_before)
 
     def _begin(self, mode: Mode) -> None:
         if mode == "streamed":
@@ -186,14 +194,17 @@ class DeviceSlots:
         self._admission.control[admit.ERROR] = 1
         self._mode = mode
         try:
+            self._begin_log(mode)  # its kernels are loaded too
             self._begin(mode)
             yield
+            self._log_decode()
             self._outcome(torch.zeros(1, dtype=torch.int64, device=self.pool.device))
             self._watch.mark()
             self._watch.wait()
             self._forget_step()
         finally:
             self._mode = None
+            self.log.drop()
             self._reset()
             self._stream.synchronize()
             self._watch.end()
@@ -252,8 +263,7 @@ class DeviceSlots:
 
         CopyFailed, PeerTimeout, PeerDied: then the step must be aborted.
         """
-        if self.log.logs("decode"):  # the step may have been a graph, which counts but does not log
-            self.log.note_all(self._admission.routing != self._routing_before)
+        self._log_decode()
         values = self._outcome(tokens)
         self._watch.mark()
         self._watch.wait()

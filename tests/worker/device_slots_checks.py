@@ -92,6 +92,7 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
         rng = random.Random(seed)
         slots, query = rng.choice([3, 4, 6, 9, 20]), rng.choice([1, 2, 3, 6])
         geometry = replace(geometry_of(record, slots, query, rng.choice([1, 2, 4])), logged_steps=steps // 2)
+        geometry = replace(geometry, half_life=LAYERS * 8 if seed % 2 else 0)
         with rig_on(place, geometry, record, banks_of(record, torch.float32)) as rig:
             if place.torch_device.type == "cuda":  # a first launch may wait for a stream that waits for copies
                 for mode, tokens in itertools.product(MODES, TOKENS):

@@ -33,6 +33,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def test_the_routing_of_graphs_is_logged(directory: str) -> None:
+    """Against the counts of the same decode steps, of which all but the first are replayed."""
+    with device_model(directory, "float32", graphs=True) as device:
+        for token in range(5):
+            device.runner.run(RunStep("decode", [SequenceStep(0, [token], 0, [0], GREEDY)]))
+        window = device.rig.slots.log.take()
+        assert window is not None and window.decodes == [True] * 5
+        assert (window.routed.sum(0) == device.rig.slots.decode_routing.numpy()).all()
+        assert window.hits <= window.figures().oracle_hits
+
+
 def test_logits_are_the_hosts(directory: str) -> None:
     """float32, at every position, prefill whole and with a cached prefix, then decode; the host is held against
     transformers elsewhere."""
