@@ -749,7 +749,7 @@ def test_a_read_that_is_stuck_holds_up_no_stop(model: str, ledger: Path, process
     finally:
         running.popen.kill()
     assert code == 0 and "a read may be stuck" in stderr
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert entries(ledger) == []
 
 

@@ -135,7 +135,7 @@ def test_a_taken_port_is_refused_by_its_number() -> None:
         port = str(taken.getsockname()[1])
         start_s = time.monotonic()
         done = launch("--port", port)
-    assert done.returncode == 2 and time.monotonic() - start_s < 15
+    assert done.returncode == 2 and time.monotonic() - start_s < 40
     assert port in done.stderr and "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
 
 

@@ -133,5 +133,5 @@ def test_a_thread_that_is_stuck_holds_up_no_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LiveStatus, "_run", lambda _: release.wait(10))
     with LiveStatus("tcp://127.0.0.1:1", Terminal()):
         start_s = time.monotonic()
-    assert time.monotonic() - start_s < 1.5
+    assert time.monotonic() - start_s < 5
     release.set()

@@ -1,4 +1,4 @@
-"""`python -m worker` whose steps wait half a second for their copies, for test_main.py."""
+"""`python -m worker` whose steps wait two seconds for their copies, for test_main.py."""
 
 import sys
 
@@ -6,5 +6,5 @@ import worker.engine
 from worker.__main__ import main
 
 if __name__ == "__main__":
-    worker.engine.COPY_DEADLINE_S = 0.5
+    worker.engine.COPY_DEADLINE_S = 2.0
     sys.exit(main())

@@ -340,7 +340,7 @@ def test_a_detached_worker_is_told(make_rig: MakeRig) -> None:
     with pytest.raises(CopyFailed):
         rig.layer(0, list(range(8)))
     rig.slots.abort_step()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 # The order of requests and waits: no copier thread, the ring is read by hand ---------------------------------------

@@ -187,7 +187,7 @@ def test_both_forms_of_the_copy_engine_serve_the_same_tokens(model: Path, event_
 def test_a_worker_without_its_copy_engine_answers_its_step_and_ends(
     model: Path, death: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed, it is noticed at once; stopped, when a step has waited its deadline, here half a second. A copy engine
+    """Killed, it is noticed at once; stopped, when a step has waited its deadline, here two seconds. A copy engine
     that wakes up again finds nobody.
     """
     with processes() as started:
@@ -216,7 +216,7 @@ def test_a_worker_without_its_copy_engine_answers_its_step_and_ends(
                 os.kill(started.children["c"].pid, signal.SIGCONT)
         assert not started.segments("w")
         lines = [line for line in capfd.readouterr().err.splitlines() if "this worker ends" in line]
-        assert len(lines) == 1 and ("0.5 s" if death == "SIGSTOP" else "copy engine is gone") in lines[0]
+        assert len(lines) == 1 and ("2 s" if death == "SIGSTOP" else "copy engine is gone") in lines[0]
 
 
 def test_a_stop_during_the_pools_allocation_leaves_nothing(model: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_device_that_ends_nothing_is_given_up_and_keeps_its_memory(monkeypatch
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match=r"copies within 0\.2 s; and the device has not ended"):
         watch.wait()
-    assert 0.3 <= time.monotonic() - start < 2
+    assert 0.3 <= time.monotonic() - start < 10
     assert not watch.ended
     rounds = device.rounds
     time.sleep(5 * step_watch.RAISE_EVERY_S)
