@@ -48,7 +48,7 @@ def made_once(run_directory: Path) -> MadeOnce:
 def _goldens(directory: Path) -> None:
     script = Path(__file__).parent / "worker" / "transformers_oracle.py"
     done = subprocess.run(
-        [sys.executable, "-I", str(script), str(directory)], cwd=directory, capture_output=True, text=True, timeout=110
+        [sys.executable, "-I", str(script), str(directory)], cwd=directory, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
 

@@ -92,7 +92,7 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
     """Against the reference, at 1 to 2,100 experts."""
     pytest.importorskip("triton")
     script = [sys.executable, "-m", "tests.kernels.interpreted_moe_align"]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
 
 

@@ -38,7 +38,7 @@ def test_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -42,7 +42,7 @@ def _save(root: Path) -> None:
     (root / "save.py").write_text(SAVE)
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-I", str(root / "save.py"), str(root)]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 
 
