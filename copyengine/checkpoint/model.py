@@ -14,7 +14,15 @@ from copyengine.checkpoint.checks import DTYPES, Checks, Linear
 from copyengine.checkpoint.directory import locate, read_config
 from copyengine.checkpoint.header import TensorRef
 from copyengine.checkpoint.keys import Keys
-from copyengine.checkpoint.names import ExpertName, dense_names, dialect_of, expert_names, input_names, spells
+from copyengine.checkpoint.names import (
+    ExpertName,
+    dense_names,
+    dialect_of,
+    expert_names,
+    input_names,
+    spells,
+    spelt_scheme,
+)
 from copyengine.checkpoint.schemes import INPUT_SCALES
 from copyengine.families import FAMILIES, parse_spec
 from copyengine.families.decoder import checkpoint_dtype
@@ -79,7 +87,11 @@ def open_model(
     if not spells(dialect, scheme):
         assert scheme is not None
         raise ConfigError(f"{directory}: {scheme.name} experts of {spec.architecture} are not supported")
-    checks = Checks(directory, spec, refs, scheme, quantised.schemes if quantised else ())
+    scheme = spelt_scheme(spec, dialect, refs, scheme)
+    schemes = sorted(
+        quantised.schemes if quantised else (), key=lambda other: other != scheme
+    )  # where files leave it open
+    checks = Checks(directory, spec, refs, scheme, schemes)
     found = {entry.name: checks.dense(entry) for entry in dense_names(spec, dialect)}
     dense = {name: ref for name, ref in found.items() if isinstance(ref, TensorRef)}
     linears = {name: linear for name, linear in found.items() if isinstance(linear, Linear)}

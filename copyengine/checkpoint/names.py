@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from copyengine.checkpoint.rearrange import AS_IT_IS, Order
-from copyengine.checkpoint.schemes import Kind, Scheme, beside
+from copyengine.checkpoint.schemes import FP8, FP8_INV, Kind, Scheme, beside
 from copyengine.checkpoint.spellings import PREFIXES, respelt
 from copyengine.checkpoint.tensors import Shape, dense_tensors
 from copyengine.model_spec import ModelSpec, MoeSpec
@@ -87,6 +87,14 @@ def dialect_of(
 
     known = [dialect for dialect in dialects if spells(dialect, scheme)]
     return next(filter(fits, known), (known or dialects)[0])
+
+
+def spelt_scheme(spec: ModelSpec, dialect: Dialect, sources: Container[str], scheme: Scheme | None) -> Scheme | None:
+    """`scheme`, or FP8_INV in place of FP8 if the first expert is written so: a config.json does not say which."""
+    if scheme != FP8:
+        return scheme
+    first = next(expert_names(spec, dialect, scheme)).source
+    return FP8_INV if beside(first, FP8_INV.tensors[-1].suffix) in sources else scheme
 
 
 def spells(dialect: Dialect, scheme: Scheme | None) -> bool:

@@ -110,6 +110,9 @@ COMPRESSED_FP8_CHANNEL = _e4m3(
 FP8 = _e4m3("FP8 per tensor", "fp8_tensor", "weight_scale", "factor")
 """quant_method "fp8" without blocks."""
 
+FP8_INV = _e4m3("FP8 per tensor", "fp8_tensor", "weight_scale_inv", "factor")
+"""The same as transformers writes it. The scale is what codes are multiplied by, in spite of its name."""
+
 
 def fp8_block(rows: int, columns: int) -> Scheme:
     """quant_method "fp8" in blocks."""

@@ -11,6 +11,7 @@ from copyengine.checkpoint.module_patterns import Patterns, patterns
 from copyengine.checkpoint.schemes import (
     COMPRESSED_TENSORS,
     FP8,
+    FP8_INV,
     FUSED_MXFP4,
     MODELOPT,
     MODELOPT_FP8,
@@ -133,8 +134,8 @@ def _fp8(stated: Keys) -> Quantisation:
     block = integers(stated, "weight_block_size")
     if block and (len(block) != 2 or min(block) < 1):
         raise wrong("weight_block_size", block, "must be two numbers of at least 1, rows and columns")
-    scheme = fp8_block(*block) if block else FP8
-    return Quantisation((Rule(EVERYTHING, scheme),), _ignored(stated))
+    scheme, others = (fp8_block(*block), ()) if block else (FP8, (FP8_INV,))
+    return Quantisation((Rule(EVERYTHING, scheme),), _ignored(stated), others)
 
 
 def _fused_mxfp4(stated: Keys) -> Quantisation:

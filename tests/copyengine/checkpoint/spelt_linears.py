@@ -76,10 +76,10 @@ def _channel(weight: torch.Tensor) -> Made:
     return {"weight": made.codes, "weight_scale": made.scales}, made
 
 
-def _tensor(shape: tuple[int, ...]) -> Callable[[torch.Tensor], Made]:
+def _tensor(shape: tuple[int, ...], suffix: str = "weight_scale") -> Callable[[torch.Tensor], Made]:
     def make(weight: torch.Tensor) -> Made:
         made = quant_fp8_tensor(weight)
-        return {"weight": made.codes, "weight_scale": made.scale.reshape(shape)}, made
+        return {"weight": made.codes, suffix: made.scale.reshape(shape)}, made
 
     return make
 
@@ -94,6 +94,10 @@ SPELLINGS: Mapping[str, Spelling] = {
     ),
     "fp8 block": Spelling(_BLOCKS, _block("weight_scale_inv"), "weight_scale_inv", "fp8_block"),
     "fp8 tensor": Spelling({"quant_method": "fp8"}, _tensor(()), "weight_scale", "fp8_tensor"),
+    "fp8 tensor of transformers": Spelling(
+        {"quant_method": "fp8", "weight_block_size": None},
+        _tensor((), "weight_scale_inv"), "weight_scale_inv", "fp8_tensor",
+    ),
     "modelopt fp8": Spelling(
         {"quant_method": "modelopt", "quant_algo": "FP8"}, _tensor(()), "weight_scale", "fp8_tensor"
     ),

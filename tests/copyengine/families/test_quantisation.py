@@ -203,6 +203,7 @@ def test_modelopt_s_own_file_may_list_what_is_left_out_in_another_order(tmp_path
         (changed(ignore=["re:("]), ["ignore", "re:(", "regular expression"]),
         (changed(ignore="lm_head"), ["ignore", "'lm_head'", "list"]),
         ({"quant_method": "fp8", "fmt": "e5m2"}, ["'fp8'", "'e5m2'"]),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, ["'modelopt'", "'FP8_PB_WO'"]),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size", "[128]", "two"]),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, ["weight_block_size", "[0, 128]", "two"]),
         (changed(format=None), ["group_0", "None"]),
