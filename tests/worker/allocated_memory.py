@@ -112,6 +112,7 @@ def _looked_at(engine: Engine, load: Load, found: Preflight) -> Allocated:
     for step in _steps(load, engine.facts.kv_tokens):
         engine.run(step)
     free_nbytes, reserved = torch.cuda.mem_get_info()[0], torch.cuda.max_memory_reserved()
+    kept = torch.cuda.memory_reserved()  # what is given back by now is free again
     budget, before = found.budget, found.placement.gpus[0].free_nbytes
     kv = engine.facts.kv_nbytes if load.kv_placement == "device" else 0
     pool = -(-engine.facts.pool_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
@@ -121,7 +122,7 @@ def _looked_at(engine: Engine, load: Load, found: Preflight) -> Allocated:
         Size("other weights, states, tables", _planned(budget, "other weights", "recurrent states"), at_rest - kv),
         Size("workspace", budget.workspace_nbytes, reserved - at_rest),
     ]
-    rest = Size("contexts, libraries, graphs", budget.reserve_nbytes, before - free_nbytes - reserved - pool)
+    rest = Size("contexts, libraries, graphs", budget.reserve_nbytes, before - free_nbytes - kept - pool)
     return Allocated(engine.facts.device, before, parts, rest)
 
 
