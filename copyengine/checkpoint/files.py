@@ -60,7 +60,8 @@ class Files:
         """Bytes of the file that are in `targets` then: 2 GiB at most, and only the first one's where the system reads
         into one place at a time."""
         if hasattr(os, "preadv"):
-            return os.preadv(file.fileno(), targets[:PLACES], offset)
+            got: int = os.preadv(file.fileno(), targets[:PLACES], offset)
+            return got
         file.seek(offset)
         return file.readinto(targets[0]) or 0
 
