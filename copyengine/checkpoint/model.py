@@ -88,9 +88,7 @@ def open_model(
         assert scheme is not None
         raise ConfigError(f"{directory}: {scheme.name} experts of {spec.architecture} are not supported")
     scheme = spelt_scheme(spec, dialect, refs, scheme)
-    schemes = sorted(
-        quantised.schemes if quantised else (), key=lambda other: other != scheme
-    )  # where files leave it open
+    schemes = sorted(quantised.schemes if quantised else (), key=lambda other: other != scheme)  # the experts' first
     checks = Checks(directory, spec, refs, scheme, schemes)
     found = {entry.name: checks.dense(entry) for entry in dense_names(spec, dialect)}
     dense = {name: ref for name, ref in found.items() if isinstance(ref, TensorRef)}
