@@ -55,7 +55,8 @@ def launch_arguments(
     half = half or head_dim // 2
     block, rest = triton.next_power_of_2(half), head_dim - 2 * half
     rest_block = triton.next_power_of_2(rest) if rest else 0
-    rows = max(1, min(PROGRAM_ELEMENTS // (2 * block + rest_block), triton.next_power_of_2(heads)))
+    fitting = max(1, PROGRAM_ELEMENTS // (2 * block + rest_block))
+    rows = min(2 ** (fitting.bit_length() - 1), triton.next_power_of_2(heads))  # a power of two, rounded down
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
