@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from copyengine.checkpoint.nvfp4 import E4M3_MAX, FLOAT32_MAX, MAGNITUDES
 from copyengine.checkpoint.schemes import Kind
 from copyengine.wire.errors import ConfigError
 
@@ -13,6 +14,12 @@ E4M3_NAN = 0x7F
 """And 0xFF, its negative."""
 
 E8M0_NAN = 0xFF
+MOST_FACTOR = np.float32(FLOAT32_MAX / E4M3_MAX)
+"""Under a larger scale the largest E4M3 code is beyond float32. Of weights that are numbers no quantiser makes one."""
+
+MOST_GLOBAL = np.float32(FLOAT32_MAX / (E4M3_MAX * MAGNITUDES[-1]))
+"""Likewise, of the largest E2M1 code under the largest scale."""
+
 PIECE_NBYTES = 1 << 18
 """Looked at at a time, so that what is in between stays in the processor's cache."""
 
@@ -28,8 +35,11 @@ def finish(kind: Kind, data: NDArray[np.uint8], path: Path, source: str) -> None
         case "powers":
             _refuse_nan(data, E8M0_NAN, path, source)
         case "blocks" | "factor":
-            if not np.isfinite(data.view(np.float32)).all():
-                raise ConfigError(f"{path}: tensor {source} holds a scale that is not finite; download it again")
+            if not (np.abs(data.view(np.float32)) <= MOST_FACTOR).all():
+                raise ConfigError(
+                    f"{path}: tensor {source} holds a scale that is not finite or too large for float32; download it "
+                    "again"
+                )
         case "global" | "reciprocal":
             _finish_global(kind, data.view(np.float32), path, source)
 
@@ -53,8 +63,8 @@ def _finish_global(kind: Kind, value: NDArray[np.float32], path: Path, source: s
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if kind == "reciprocal":
             value[:] = np.float32(1) / value
-    if not (np.isfinite(found) and found > 0 and np.isfinite(value[0]) and value[0] > 0):
+    if not (np.isfinite(found) and 0 < value[0] <= MOST_GLOBAL):
         raise ConfigError(
             f"{path}: tensor {source} is {found:g}, which scales no weights: it must be above 0 and finite, as its "
-            "reciprocal; download it again"
+            "reciprocal, and the largest weight under it within float32; download it again"
         )

@@ -116,6 +116,18 @@ def test_a_global_that_scales_no_weights(made: Made, value: float) -> None:
     refused(made, name, f"is {value:g}")
 
 
+@pytest.mark.parametrize("share", [0.999, 1.001])
+def test_a_global_under_which_weights_are_beyond_float32(made: Made, share: float) -> None:
+    """With the largest scale and code, 448 and 6. The largest global that is none is read, and makes numbers."""
+    name, factor = f"{EXPERT}.up_proj.{SUFFIXES[made.dialect][2]}", share * torch.finfo(torch.float32).max / (448 * 6)
+    made.tensors[name] = torch.full_like(made.tensors[name], factor if made.dialect == "modelopt" else 1 / factor)
+    if share > 1:
+        refused(made, name, "within float32")
+        return
+    matrices = linears_of(read_records(made.write()))
+    assert all(dequant(matrix).isfinite().all() for matrix in matrices.values())
+
+
 def test_a_reciprocal_that_float32_does_not_hold(tmp_path: Path) -> None:
     made = Made(tmp_path, "compressed-tensors")
     made.tensors[f"{EXPERT}.up_proj.weight_global_scale"] = torch.tensor([1e-39])
