@@ -26,7 +26,7 @@ from copyengine.checkpoint.quantise_plan import Shard, plan, spelt
 from copyengine.checkpoint.quantise_shards import Errors, add_errors, make_shard
 from copyengine.checkpoint.quantise_texts import write_texts
 from copyengine.checkpoint.schemes import MODELOPT, Scheme
-from copyengine.checkpoint.shard_file import file_nbytes
+from copyengine.checkpoint.shard_file import file_nbytes, part_of
 from copyengine.families import parse_spec
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.logs import ERASE_LINE
@@ -116,6 +116,9 @@ def _progress(target: Path, wanted: Progress, source: Path) -> Progress:
 def _make_shards(target: Path, shards: Sequence[Shard], scheme: Scheme, progress: Progress, show: bool) -> None:
     """Make those that are not complete. OSError if there is no room for them."""
     missing = [shard for shard in shards if not _is_complete(target, shard, progress)]
+    for shard in missing:  # what a killed run left of it takes room that it will have
+        for path in (target / shard.name, part_of(target / shard.name)):
+            path.unlink(missing_ok=True)
     needed, free = sum(file_nbytes(shard.outputs) for shard in missing), shutil.disk_usage(target).free
     if needed > free:
         raise OSError(f"{needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free")

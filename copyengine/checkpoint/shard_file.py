@@ -26,12 +26,17 @@ def file_nbytes(outputs: Sequence[Output]) -> int:
     return len(_header(outputs)[0]) + sum(output.nbytes for output in outputs)
 
 
+def part_of(path: Path) -> Path:
+    """Where the file `path` is while it is being written."""
+    return path.with_name(f".{path.name}.part")
+
+
 class ShardFile:
     """`path`, which is there only once all of it is: it is written beside and renamed. Used by several threads."""
 
     def __init__(self, path: Path, outputs: Sequence[Output]) -> None:
         self._path = path
-        self._part = path.with_name(f".{path.name}.part")
+        self._part = part_of(path)
         self._header, self._offsets = _header(outputs)
         self._lock = threading.Lock()
 

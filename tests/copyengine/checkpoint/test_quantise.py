@@ -217,6 +217,26 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(target.glob("*.safetensors"))
 
 
+def test_what_a_killed_run_left_takes_no_room_from_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard half written, on a disk with room for all shards but not for that one too."""
+    made, target, whole = Made(tmp_path, "modelopt", shared=True), tmp_path / "target", tmp_path / "whole"
+    quantise_checkpoint(made.source, whole, shard_nbytes=SMALL)
+    with monkeypatch.context() as patch:
+        Interrupted(patch, 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            quantise_checkpoint(made.source, target, shard_nbytes=SMALL)
+    third = sorted(whole.glob("*.safetensors"))[2].name
+    (target / f".{third}.part").write_bytes(bytes(1000))
+    room = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=room - sum(file.stat().st_size for file in path.iterdir() if "model" in file.name))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    quantise_checkpoint(made.source, target, shard_nbytes=SMALL)
+    assert files_of(target) == files_of(whole)
+
+
 def test_targets_that_are_something_else(tmp_path: Path) -> None:
     made, other = Made(tmp_path, "modelopt", shared=True), tmp_path / "other"
     before = files_of(made.source)
