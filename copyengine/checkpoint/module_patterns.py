@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
+from copyengine.checkpoint.keys import show
 from copyengine.checkpoint.spellings import respelt
 
 REGULAR = "re:"
@@ -46,8 +47,8 @@ def patterns(stated: Sequence[str]) -> Patterns:
     for text in regular:
         try:
             _compiled(text)
-        except re.error as error:
-            raise ValueError(f"{REGULAR}{text} is no regular expression ({error})") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{show(REGULAR + text)} is no regular expression ({error})") from None
     others = [text for text in stated if not text.startswith(REGULAR)]
     wild = tuple(sorted({text for text in others if "*" in text or "?" in text}))
     return Patterns(frozenset(others) - set(wild), wild, regular)
