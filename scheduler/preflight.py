@@ -54,10 +54,11 @@ def check_stats_file(config: ServingConfig) -> None:
     """ConfigError if --collect-stats names a file that cannot be written; makes nothing."""
     if not config.collect_stats:
         return
-    path = Path(config.collect_stats).resolve()
-    if path.is_dir():
-        raise ConfigError(f"--collect-stats {path}: is a directory; name a file in it")
+    path = Path(config.collect_stats)
     try:
+        path = path.resolve()
+        if path.is_dir():
+            raise ConfigError(f"--collect-stats {path}: is a directory; name a file in it")
         if path.exists() and not path.is_file():
             raise ConfigError(f"--collect-stats {path}: is a device or the like, which would be replaced; name a file")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part"):

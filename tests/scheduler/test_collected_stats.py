@@ -194,7 +194,8 @@ def test_what_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> N
     link = tmp_path / "link"
     link.symlink_to(os.devnull)
     long = tmp_path / ("n" * 252)  # itself no longer than a name may be, but no room for a side file's
-    for file in (tmp_path, tmp_path / "none" / "stats.json", Path(sys.executable) / "stats.json", link, long):
+    longer = tmp_path / ("n" * 300)
+    for file in (tmp_path, tmp_path / "none" / "stats.json", Path(sys.executable) / "stats.json", link, long, longer):
         with pytest.raises(ConfigError, match="--collect-stats"):
             check_stats_file(ServingConfig(collect_stats=str(file)))
     check_stats_file(ServingConfig(collect_stats=str(tmp_path / "stats.json")))
