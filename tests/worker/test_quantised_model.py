@@ -93,7 +93,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", ["modelopt nvfp4", "packed mxfp4", "fp8 block", "fp8 tensor", "packed fp8 channel"])
+@pytest.mark.parametrize(
+    "name",
+    ["modelopt nvfp4", "packed mxfp4", "fp8 block", "fp8 tensor", "fp8 tensor of transformers", "packed fp8 channel"],
+)
 def test_the_answers_are_those_of_the_dequantised_weights(source: Path, tmp_path: Path, name: str) -> None:
     """All linears quantised, the experts' and those of attention, dense layers and head."""
     made = spelt(source, json.loads((source / "config.json").read_text()), SPELLINGS[name])
