@@ -146,7 +146,7 @@ def _quantised(model: Model, scheme: Scheme) -> Iterator[Quantised]:
         (entry.bank, entry.expert, entry.field, entry.part, entry.parts): _Source(entry, ref)
         for entry, ref in model.experts
     }
-    dialect = _dialect(spec.architecture, scheme)
+    dialect = _dialect(spec.architecture, scheme, model.experts[0][0].source)
     entries = (entry for entry in expert_names(spec, dialect, scheme) if entry.kind != "weight")
     fields: dict[tuple[int, int, str], list[Linear]] = {}
     for codes in entries:
@@ -163,11 +163,13 @@ def _tensor_count(scheme: Scheme) -> int:
     return len(scheme.tensors) or 2
 
 
-def _dialect(architecture: str, scheme: Scheme) -> Dialect:
-    dialects = FAMILIES[architecture].dialects
-    for dialect in dialects:
-        if spells(dialect, scheme):
+def _dialect(architecture: str, scheme: Scheme, expert: str) -> Dialect:
+    """The names of the quantised experts, under the prefix of `expert`, a tensor of the source's."""
+    family = FAMILIES[architecture]
+    for dialect in family.spellings:
+        if spells(dialect, scheme) and _prefix(dialect.experts[0].source) == _prefix(expert):
             return dialect
+    dialects = family.dialects
     own = [dialect.scheme.name for dialect in dialects if dialect.scheme]
     fix = f"use {own[0]}: --format mxfp4 without --dialect" if own else "leave --dialect out"
     raise ConfigError(f"config.json: the experts of {architecture} cannot be written as {scheme.name}; {fix}")
@@ -217,3 +219,8 @@ def _weight(codes: ExpertName, expert: int, shape: tuple[int, int], sources: _So
             stored = shape[::-1] if entry.order.transposed else shape
             return TensorRef(ref.path, ref.offset + before * nbytes, nbytes, ref.dtype, stored), entry
     raise AssertionError(f"{codes.source} is made of nothing")
+
+
+def _prefix(name: str) -> str:
+    """What stands before the layers."""
+    return name.partition("layers.")[0]

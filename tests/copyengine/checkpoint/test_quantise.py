@@ -87,6 +87,28 @@ def test_the_config_is_the_source_s_and_names_what_is_not_quantised(tmp_path: Pa
     assert open_model(target).spec.expert_format.name == "nvfp4"
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_experts_are_written_under_the_prefix_they_had(tmp_path: Path, prefix: str) -> None:
+    """Beside the tensors that stay as they are: the checkpoint opens, and only names differ."""
+    made, source = Made(tmp_path, "modelopt", shared=True), tmp_path / "source2"
+    shutil.copytree(made.source, source)
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+
+    def renamed(tensors: Tensors) -> Tensors:
+        head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
+        inner = {name.removeprefix("lm_head."): name for name in tensors if name.startswith("lm_head.")}
+        plain = {name: tensor for name, tensor in tensors.items() if name not in inner.values()}
+        heads = {head + rest: tensors[name] for rest, name in inner.items()}
+        return {prefix + name.removeprefix("model."): tensor for name, tensor in plain.items()} | heads
+
+    save_file(renamed(tensors_of(made.source)), source / "model.safetensors")
+    target = tmp_path / "target"
+    quantise_checkpoint(source, target)
+    assert_same_tensors(tensors_of(target), renamed(made.tensors))
+    assert open_model(target).spec.expert_format.name == "nvfp4"
+
+
 def test_shards_are_bounded_and_a_tokenizer_comes_along(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
