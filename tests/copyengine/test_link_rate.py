@@ -8,7 +8,7 @@ from tests.copyengine.device.fake_cuda import CUresult, FakeCuda, FakeMachine
 
 def test_memory_is_copied_at_some_rate() -> None:
     rate = host_rate(0.0)
-    assert 1e8 < rate.nbytes_per_s < 1e12 and "memcpy" in rate.how
+    assert 1e6 < rate.nbytes_per_s < 1e12 and "memcpy" in rate.how
 
 
 def test_a_gpus_link_is_measured_whole_and_everything_given_back() -> None:
