@@ -42,12 +42,13 @@ class Checks:
         scheme: Scheme | None,
         linear_schemes: Sequence[Scheme],
     ) -> None:
-        """`scheme` is that of the experts, `linear_schemes` are those that other linears may have."""
+        """`scheme` is that of the experts, `linear_schemes` are those that other linears may have: of them count those
+        that say how a linear is spelt, not that of experts alone."""
         self._directory = directory
         self._spec = spec
         self._refs = refs
         self._scheme = scheme
-        self._linear_schemes = linear_schemes
+        self._linear_schemes = [scheme for scheme in linear_schemes if scheme.tensors]
 
     def dense(self, entry: DenseName) -> TensorRef | Linear:
         """A tensor that is none of an expert's."""

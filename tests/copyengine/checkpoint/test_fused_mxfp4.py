@@ -104,3 +104,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             found[EXPERTS + name] = np.ascontiguousarray(new if new.dtype == np.float32 else new.astype(np.uint8))
         with pytest.raises(ConfigError, match=EXPERTS + name):
             read(written(tmp_path, found))
+
+
+@pytest.mark.parametrize("sign", ["weight_scale", "weight_packed"])
+def test_scales_beside_a_linear_outside_the_experts_are_refused_by_name(tmp_path: Path, sign: str) -> None:
+    """Nothing says how it would be quantised: with its weight there, and without."""
+    stem = "model.layers.1.self_attn.k_proj."
+    found = tensors()
+    found[stem + sign] = found[stem + "weight"]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"{stem}{sign} is there"):
+            open_model(written(tmp_path, found))
+        found.pop(stem + "weight", None)
