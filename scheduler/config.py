@@ -27,7 +27,9 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What launch.py and a scheduler started alone have in common."""
 
     served_model_name: Annotated[str, Meta(description="name clients see; default the directory's name")] = ""
-    hf_overrides: Annotated[str, Meta(description="JSON object merged over config.json")] = "{}"
+    hf_overrides: Annotated[
+        str, Meta(description="JSON object merged over config.json, key by key also inside its objects")
+    ] = "{}"
     dtype: Annotated[Dtype, Meta(description="element type of weights and activations; auto is the checkpoint's")] = (
         "auto"
     )

@@ -114,7 +114,7 @@ def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     model = open_model(directory, config.hf_overrides, config.load_format, config.expert_activations)
     check_cache_policy(model.spec, config.cache_policy)
     for key in unknown_overrides(directory, config.hf_overrides):
-        say(f"note: --hf-overrides: config.json has no key {key} yet; it may change nothing")
+        say(f"note: --hf-overrides: config.json has no key {key}; it counts only if the model has such a setting")
     dtype = model.spec.checkpoint_dtype if config.dtype == "auto" else config.dtype
     return Inspected(model, placement, memory_plan(model.spec, dtype, placement, available.host_nbytes()))
 

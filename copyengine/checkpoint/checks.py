@@ -130,7 +130,9 @@ class Checks:
         if self._scheme is None or entry.expert is None:
             return ""
         whose = f" for expert {entry.expert} of layer {self._spec.moe_layers[entry.bank]}"
-        stem = entry.source.rpartition(".")[0]
+        stem, _, suffix = entry.source.rpartition(".")
+        if suffix == self._scheme.input_scale:
+            return f"{whose}, whose activations are to be rounded; use --expert-activations plain"
         for other in SCHEMES:
             for tensor in other.tensors:
                 name = f"{stem}.{tensor.suffix}"
