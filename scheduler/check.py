@@ -45,9 +45,11 @@ class Kind(NamedTuple):
 
 
 def report(plan: Plan, survey: Survey, settings: Settings, rate: LinkRate) -> str:
-    """The whole text."""
+    """The whole text; without rates and times where it does not fit, which are those of sizes that nobody will have."""
     lines = [line for need in survey.needs if need.parts for line in memory_table(need)]
     lines += ["", *size_lines(plan, survey.budget, settings.wanted), *kv_lines(plan, settings.wanted, rate)]
+    if any(need.short_nbytes > 0 for need in survey.needs):
+        return "\n".join(lines)
     moe = plan.spec.moe
     if moe is None:
         return "\n".join([*lines, "", "a dense model: there are no experts to copy"])
