@@ -1,6 +1,5 @@
 """What a tensor of a quantised linear must be once it is read, and what becomes of it."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def _refuse_nan(data: NDArray[np.uint8], nan: int, path: Path, source: str) -> N
 
 def _finish_global(kind: Kind, value: NDArray[np.float32], path: Path, source: str) -> None:
     found = value.item()
-    if kind == "global" and 0 < found < math.inf:  # of 100,000 small tensors, so that the general case is too slow
+    if kind == "global" and 0 < found <= MOST_GLOBAL:  # of 100,000 small tensors, so that the general case is too slow
         return
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if kind == "reciprocal":
