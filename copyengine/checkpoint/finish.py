@@ -34,10 +34,11 @@ def finish(kind: Kind, data: NDArray[np.uint8], path: Path, source: str) -> None
         case "powers":
             _refuse_nan(data, E8M0_NAN, path, source)
         case "blocks" | "factor":
-            if not (np.abs(data.view(np.float32)) <= MOST_FACTOR).all():
+            scales = data.view(np.float32)
+            if not ((scales >= 0) & (scales <= MOST_FACTOR)).all():
                 raise ConfigError(
-                    f"{path}: tensor {source} holds a scale that is not finite or too large for float32; download it "
-                    "again"
+                    f"{path}: tensor {source} holds a scale that is below 0, not finite or too large for float32; "
+                    "download it again"
                 )
         case "global" | "reciprocal":
             _finish_global(kind, data.view(np.float32), path, source)

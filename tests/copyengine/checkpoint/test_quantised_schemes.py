@@ -151,11 +151,11 @@ def test_one_tensor_of_one_linear_is_missing(made: Made, tmp_path: Path, stem: s
 
 @pytest.mark.parametrize("stem", [EXPERT, ATTENTION])
 def test_scales_and_codes_that_are_no_numbers(made: Made, tmp_path: Path, stem: str) -> None:
-    """NaN in whatever spelling of it, infinity where there is one, and a scale that makes infinity of a code."""
+    """NaN in whatever spelling of it, infinity where there is one, a scale that makes infinity of a code, one below 0."""
     spelling, made_of = made
     name = f"{stem}.{spelling.scale}"
     good = made_of.tensors[name]
-    nans = [float("nan"), float("inf"), 1e37] if good.dtype in (torch.float32, torch.bfloat16) else [None]
+    nans = [float("nan"), float("inf"), 1e37, -0.5] if good.dtype in (torch.float32, torch.bfloat16) else [None]
     for i, value in enumerate(nans):
         made_of.tensors[name] = bad = good.clone()
         if value is None:
