@@ -151,7 +151,7 @@ def test_one_tensor_of_one_linear_is_missing(made: Made, tmp_path: Path, stem: s
 
 @pytest.mark.parametrize("stem", [EXPERT, ATTENTION])
 def test_scales_and_codes_that_are_no_numbers(made: Made, tmp_path: Path, stem: str) -> None:
-    """NaN in whatever spelling of it, infinity where there is one, a scale that makes infinity of a code, one below 0."""
+    """NaN in whatever spelling of it, infinity where there is one, one that makes infinity of a code, one below 0."""
     spelling, made_of = made
     name = f"{stem}.{spelling.scale}"
     good = made_of.tensors[name]
