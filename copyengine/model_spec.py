@@ -32,7 +32,21 @@ class RopeSpec(Struct, frozen=True):
     high_freq_factor: float = 4.0
 
 
-class GqaSpec(Struct, frozen=True, tag="gqa"):
+class AttentionSpec(Struct, frozen=True):
+    """What all kinds of attention have."""
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What a sequence has for all its tokens together, in float32: nothing, but for kinds with recurrent state."""
+        return ()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of that, for one sequence."""
+        return 4 * sum(math.prod(shape) for shape in self.state_shapes)
+
+
+class GqaSpec(AttentionSpec, frozen=True, tag="gqa"):
     """Grouped-query attention with rotary, and before it q/k norm: of each head, or of all heads together
     (`wide_qk_norm`)."""
 
@@ -55,18 +69,8 @@ class GqaSpec(Struct, frozen=True, tag="gqa"):
         """What each token leaves in the KV pages: (heads, width) of every tensor, here of keys and of values."""
         return ((self.kv_heads, self.head_dim),) * 2
 
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What a sequence has for all its tokens together: nothing."""
-        return ()
 
-    @property
-    def state_nbytes(self) -> int:
-        """Of that, for one sequence."""
-        return 0
-
-
-class GatedDeltaSpec(Struct, frozen=True, tag="gated_delta"):
+class GatedDeltaSpec(AttentionSpec, frozen=True, tag="gated_delta"):
     """Gated DeltaNet (Yang et al., 2412.06464): a recurrent state in place of keys and values.
 
     q, k and v pass a causal depthwise convolution of `conv_width` tokens and SiLU; each key head serves `v_heads` over
@@ -96,13 +100,8 @@ class GatedDeltaSpec(Struct, frozen=True, tag="gated_delta"):
         and the recurrent state."""
         return ((self.conv_width - 1, self.conv_channels), (self.v_heads, self.k_dim, self.v_dim))
 
-    @property
-    def state_nbytes(self) -> int:
-        """Of that, for one sequence."""
-        return 4 * sum(math.prod(shape) for shape in self.state_shapes)
 
-
-class MlaSpec(Struct, frozen=True, tag="mla"):
+class MlaSpec(AttentionSpec, frozen=True, tag="mla"):
     """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): keys and values of all heads are made of one
     normalised latent per token, and beside it of one rotated key part; only those two are kept."""
 
@@ -121,16 +120,6 @@ class MlaSpec(Struct, frozen=True, tag="mla"):
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """What each token leaves in the KV pages, once for all heads: the latent and the rotated key part."""
         return ((1, self.rank), (1, self.rope_dim))
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What a sequence has for all its tokens together: nothing."""
-        return ()
-
-    @property
-    def state_nbytes(self) -> int:
-        """Of that, for one sequence."""
-        return 0
 
 
 class DenseSpec(Struct, frozen=True, tag="dense"):

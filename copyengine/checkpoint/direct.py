@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from copyengine import available
+from copyengine.checkpoint.files import OneOpen
 from copyengine.wire.errors import ConfigError
 
 BLOCK_NBYTES = 4096
@@ -34,23 +35,14 @@ def is_better_direct(nbytes: int) -> bool:
     return bool(O_DIRECT) and nbytes > available.host_nbytes()
 
 
-class DirectFiles:
+class DirectFiles(OneOpen):
     """As files.Files, for one thread that reads on and on; where a file allows no direct reads it is read as any."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._buffer: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, BUFFER_NBYTES), np.uint8)
-        self._file: FileIO | None = None
-        self._path: Path | None = None
         self._flags = 0
         self._start = self._end = 0  # the bytes of the file that are in the buffer
-
-    def __enter__(self) -> "DirectFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = self._path = None
 
     def read_into(self, path: Path, offset: int, target: memoryview, stop: int = 0) -> None:
         """Fill `target` from byte `offset` on. Nothing behind byte `stop` is of use, if that is given: what lies before
@@ -79,7 +71,7 @@ class DirectFiles:
             offset += len(target)
 
     def _open(self, path: Path, flags: int) -> None:
-        self.__exit__()
+        self._close()
         try:
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | flags)
         except OSError as error:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import Self
 
 from copyengine.wire.errors import ConfigError
 
@@ -13,21 +14,31 @@ PLACES = 1024
 """That one call fills at most: what Linux and macOS allow."""
 
 
-class Files:
+class OneOpen:
     """The file that is being read, kept open until another one is asked for."""
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
         self._path: Path | None = None
-        self._ahead = 0  # up to where the system has been told to read
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = self._path = None
+
+
+class Files(OneOpen):
+    """Reads what is asked for, in as few calls as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead = 0  # up to where the system has been told to read
 
     def read_into(self, path: Path, offset: int, target: memoryview, stop: int = 0) -> None:
         """Fill `target` from byte `offset` on; otherwise as `read_all`."""
@@ -41,7 +52,7 @@ class Files:
         """
         try:
             if self._file is None or path != self._path:
-                self.__exit__()
+                self._close()
                 self._file, self._path, self._ahead = FileIO(path), path, 0
             if stop > self._ahead:
                 self._read_ahead(self._file.fileno(), max(offset, self._ahead), stop)

@@ -39,11 +39,13 @@ class Dialect(Struct, frozen=True):
 
 def under_all_prefixes(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
     """`dialects`, each with its names under every prefix of spellings.PREFIXES: first all as they are written."""
-    anew = (_under_prefix(dialect, at) for at in range(len(PREFIXES)) for dialect in dialects)
+    anew = (under_prefix(dialect, at) for at in range(len(PREFIXES)) for dialect in dialects)
     return (*dialects, *(dialect for dialect in anew if dialect not in dialects))
 
 
-def _under_prefix(dialect: Dialect, at: int) -> Dialect:
+def under_prefix(dialect: Dialect, at: int) -> Dialect:
+    """`dialect` with its names under the prefix `at` of spellings.PREFIXES."""
+
     def name(source: str) -> str:
         known = respelt(source)
         return known[at] if len(known) == len(PREFIXES) else source

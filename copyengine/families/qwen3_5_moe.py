@@ -6,7 +6,8 @@ A checkpoint of the whole has a vision tower, and a head that predicts further t
 from types import MappingProxyType
 
 from copyengine.checkpoint.keys import Keys, nested
-from copyengine.checkpoint.names import Dialect, ExpertTensor
+from copyengine.checkpoint.names import Dialect, under_prefix
+from copyengine.checkpoint.spellings import PREFIXES
 from copyengine.families.family import Family
 from copyengine.families.qwen2_moe import DENSE as QWEN2_MOE_NAMES
 from copyengine.families.qwen3 import FUSED, HUB
@@ -18,9 +19,6 @@ _APART = {
     for part in ("qkv", "z", "b", "a")
 }
 _DENSE = MappingProxyType(QWEN2_MOE_NAMES | DELTA_NAMES | _APART)
-
-PREFIXES = ("model.language_model.", "model.", "language_model.model.")
-"""Where the text part lies: in the files of the hub, alone, and in those of some other engines."""
 
 
 def text_keys(config: Keys) -> Keys:
@@ -42,23 +40,10 @@ def _parse(architecture: str, config: Keys) -> ModelSpec:
     return hybrid(architecture, {**text_keys(config), "norm_topk_prob": True}, grouped=False)
 
 
-def _prefixed(prefix: str, dialect: Dialect) -> Dialect:
-    """The dialect, whose names begin with "model.", under another prefix."""
+HUB_PREFIX = PREFIXES.index(("model.language_model.", "lm_head."))
+"""Under which the hub's files have the text part."""
 
-    def renamed(source: str) -> str:
-        if source == "lm_head.weight":
-            return "language_model.lm_head.weight" if prefix.startswith("language_model.") else source
-        return prefix + source.removeprefix("model.")
-
-    return Dialect(
-        MappingProxyType({name: renamed(source) for name, source in dialect.dense.items()}),
-        tuple(ExpertTensor(renamed(row.source), row.field, row.part, row.parts) for row in dialect.experts),
-    )
-
-
-DIALECTS = tuple(
-    _prefixed(prefix, Dialect(_DENSE, experts)) for prefix in PREFIXES for experts in (FUSED.experts, HUB.experts)
-)
+DIALECTS = tuple(under_prefix(Dialect(_DENSE, experts), HUB_PREFIX) for experts in (FUSED.experts, HUB.experts))
 
 QWEN3_5_MOE = Family("qwen3_5_moe", _parse, DIALECTS)
 QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", _parse, DIALECTS)

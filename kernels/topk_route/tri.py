@@ -19,7 +19,7 @@ def topk_route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.T
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     if tokens:
-        arguments = launch_arguments(num_experts, k, renormalise)
+        arguments = {"RENORMALISE": renormalise, **launch_arguments(num_experts, k)}
         _topk_route[(tokens,)](logits, weights, experts, logits.stride(0), logits.stride(1), **arguments)
     return weights, experts
 
@@ -29,18 +29,16 @@ def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     if tokens:
-        arguments = launch_arguments(num_experts, k, True)
-        del arguments["RENORMALISE"]
+        arguments = launch_arguments(num_experts, k)
         _topk_softmax[(tokens,)](logits, weights, experts, logits.stride(0), logits.stride(1), **arguments)
     return weights, experts
 
 
-def launch_arguments(num_experts: int, k: int, renormalise: bool) -> dict[str, Any]:
+def launch_arguments(num_experts: int, k: int) -> dict[str, Any]:
     block = max(32, triton.next_power_of_2(num_experts))
     return {
         "E": num_experts,
         "K": k,
-        "RENORMALISE": renormalise,
         "BLOCK_E": block,
         "BLOCK_K": triton.next_power_of_2(k),
         "num_warps": 1 if block <= 512 else block // 512,  # in one warp a maximum needs no barrier

@@ -102,9 +102,8 @@ def test_the_triton_kernel_compiles_for_hopper(num_experts: int, k: int) -> None
 
     types = {"weights_ptr": "*fp32", "experts_ptr": "*i32", "token_stride": "i32", "expert_stride": "i32"}
     for dtype in ("*bf16", "*fp32"):
-        arguments = tri.launch_arguments(num_experts, k, True)
-        expect_fits(tri._topk_route, types | {"logits_ptr": dtype}, arguments)
-        del arguments["RENORMALISE"]
+        arguments = tri.launch_arguments(num_experts, k)
+        expect_fits(tri._topk_route, types | {"logits_ptr": dtype}, {"RENORMALISE": True, **arguments})
         expect_fits(tri._topk_softmax, types | {"logits_ptr": dtype}, arguments)
 
 

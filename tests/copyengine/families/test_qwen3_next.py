@@ -128,7 +128,7 @@ def test_what_no_model_can_be_is_refused(change: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_text_part_is_found_under_each_prefix(prefix: str, fused: bool) -> None:
     """Against files that hold the embedding and the first expert there."""
-    spec, dialects = parse_spec(QWEN3_5), FAMILIES["Qwen3_5MoeForConditionalGeneration"].dialects
+    spec, dialects = parse_spec(QWEN3_5), FAMILIES["Qwen3_5MoeForConditionalGeneration"].spellings
     expert = "experts.gate_up_proj" if fused else "experts.0.gate_proj.weight"
     dialect = dialect_of(spec, dialects, {f"{prefix}embed_tokens.weight", f"{prefix}layers.0.mlp.{expert}"})
     sources = [name.source for name in dense_names(spec, dialect)]
