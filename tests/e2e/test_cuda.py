@@ -2,6 +2,7 @@
 against what was free before it was started."""
 
 import asyncio
+import json
 import random
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from copyengine.checkpoint.quantise import main as quantise
+from copyengine.checkpoint.random_model import Sizes, write_random_model
 from scheduler.client import Client
 from scheduler.protocol import Sampling
 from tests.bench.flash_next import write_flash_next
@@ -23,6 +26,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CUDA = ("--device", "cuda")
 PROMPT_TOKENS = 600
 NEW_TOKENS = 24
+SIZES = Sizes(
+    layers=3, hidden=256, intermediate=128, experts=32, experts_per_token=4, heads=4, kv_heads=2, vocab_size=512
+)
 SLACK_NBYTES = 64 << 20
 """What a driver may keep for itself between two runs."""
 
@@ -96,6 +102,26 @@ def test_memory_placements_do_not_change_the_text(flash_next: Path) -> None:
             assert ("of pinned host memory; one request" in engine.text()) == ("--kv-placement" in placed)
     assert texts == [texts[0]] * 4
     assert psutil.virtual_memory().available > ram - (1 << 30)
+
+
+@pytest.mark.parametrize("quantised", ["nvfp4", "mxfp4", "fp8_block"])
+def test_a_quantised_checkpoint_is_served(quantised: str, tmp_path: Path) -> None:
+    """What the converter made of a checkpoint, at every threshold with the same answers, in a pool of a few experts;
+    --collect-stats counts both phases, with the copy engine in the worker's process."""
+    source, made, stats = tmp_path / "source", tmp_path / "made", tmp_path / "stats.json"
+    source.mkdir()
+    write_random_model(source, SIZES)
+    assert quantise([str(source), str(made), "--format", quantised]) == 0
+    asked = prompts(SIZES.vocab_size, (200, 64, 7))
+    flags = (*CUDA, "--model", str(made), "--slots", "40", "--copy-engine", "thread", "--collect-stats", str(stats))
+    texts = []
+    for threshold in ("0", "64", "512"):
+        with running(*flags, "--demand-tokens", threshold) as engine:
+            texts.append([greedy(engine, [prompt])[0] for prompt in asked])
+        counted = json.loads(stats.read_text("utf-8"))
+        assert sum(counted["decode"]["misses"]) > 0
+        assert sum(counted["demand"]["misses"]) > 0 or threshold == "0"
+    assert texts == [texts[0]] * 3 and len({tuple(text) for text in texts[0]}) == len(asked)
 
 
 def test_thresholds_do_not_change_the_text(flash_next: Path) -> None:
