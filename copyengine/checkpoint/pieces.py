@@ -1,7 +1,9 @@
 """The reads that fill the banks, in the order of the files: runs of bytes, and where in which record they go."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from functools import cache, partial
+from itertools import chain, pairwise
+from operator import attrgetter
 from pathlib import Path
 
 from msgspec import Struct
@@ -29,7 +31,7 @@ RUN_PIECES = 256
 """In one call at most: with what is between them fewer than the 1,024 places that systems take."""
 
 
-class Piece(Struct, frozen=True):
+class Piece(Struct, frozen=True, gc=False):
     """One contiguous run of file bytes and the bank bytes that it fills."""
 
     path: Path
@@ -58,37 +60,49 @@ class Piece(Struct, frozen=True):
 
 
 def pieces_of(model: Model, layout: RecordLayout) -> list[Piece]:
-    """What fills the banks with the experts as `layout` places them."""
-    pieces: list[Piece] = []
+    """What fills the banks with the experts as `layout` places them, in the order of the files.
+
+    Of a large model they are 150,000 and more, made while nothing is read yet.
+    """
+    by_path: dict[Path, list[Piece]] = {}
+    place_of = cache(partial(_place, layout))
     for entry, ref in model.experts:
-        field = layout.field(entry.field)
-        part_nbytes = field.nbytes // entry.parts
-        start = field.offset + entry.part * part_nbytes
-        stop = start + part_nbytes
-        experts = range(entry.shape[0]) if entry.expert is None else (entry.expert,)
-        nbytes = ref.nbytes // len(experts)
-        for i, expert in enumerate(experts):
-            offset = ref.offset + i * nbytes
-            dtypes = (FIELD_DTYPES[ref.dtype], field.dtype)
-            rows = field.shape[0] // entry.parts if field.shape else 1
+        start, stop, field_dtype, rows = place_of(entry.field, entry.part, entry.parts)
+        pieces = by_path.setdefault(ref.path, [])
+        dtypes = (FIELD_DTYPES[ref.dtype], field_dtype)
+        what = (entry.source, entry.kind)
+        if entry.expert is not None:
+            place = (entry.bank, entry.expert, start, stop)
+            pieces.append(Piece(ref.path, ref.offset, ref.nbytes, *dtypes, *place, *what, order=entry.order, rows=rows))
+            continue
+        nbytes = ref.nbytes // entry.shape[0]
+        for expert in range(entry.shape[0]):
             place = (entry.bank, expert, start, stop)
-            what = (entry.source, entry.kind)
+            offset = ref.offset + expert * nbytes
             pieces.append(Piece(ref.path, offset, nbytes, *dtypes, *place, *what, order=entry.order, rows=rows))
-    return sorted(pieces, key=lambda piece: (piece.path, piece.offset))
+    for pieces in by_path.values():
+        pieces.sort(key=attrgetter("offset"))
+    return list(chain.from_iterable(by_path[path] for path in sorted(by_path)))
+
+
+def _place(layout: RecordLayout, name: str, part: int, parts: int) -> tuple[int, int, str, int]:
+    """Of part `part` of a field: its first byte in the record, the one behind its last, element type, rows."""
+    field = layout.field(name)
+    nbytes = field.nbytes // parts
+    start = field.offset + part * nbytes
+    return start, start + nbytes, field.dtype, field.shape[0] // parts if field.shape else 1
 
 
 def batches(pieces: Sequence[Piece], most_nbytes: int) -> Iterator[Sequence[Piece]]:
     """`pieces` cut into parts of about `most_nbytes` of one file."""
-    cuts = [0]
-    nbytes = 0
+    low = nbytes = 0
     for i, (left, right) in enumerate(pairwise(pieces)):
         nbytes += left.nbytes
-        if left.path != right.path or nbytes >= most_nbytes:
-            cuts.append(i + 1)
-            nbytes = 0
-    for low, high in pairwise([*cuts, len(pieces)]):
-        if low < high:
-            yield pieces[low:high]
+        if nbytes >= most_nbytes or (left.path is not right.path and left.path != right.path):
+            yield pieces[low : i + 1]
+            low, nbytes = i + 1, 0
+    if pieces:
+        yield pieces[low:]
 
 
 def runs(batch: Sequence[Piece]) -> Iterator[tuple[Sequence[Piece], int]]:
