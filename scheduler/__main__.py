@@ -8,7 +8,7 @@ import zmq.asyncio
 
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError
-from copyengine.wire.lifecycle import Listening, Ready, StartFailed, announce
+from copyengine.wire.lifecycle import Listening, Progress, Ready, StartFailed, announce
 from copyengine.wire.logs import configure_logging
 from copyengine.wire.process import Orders, refuse, run_process
 from scheduler.collected_stats import collecting
@@ -47,7 +47,12 @@ async def _load_and_serve(
     listening: asyncio.Task[None],
 ) -> int:
     """The exit code. Raises what ends `listening`: a process that hears nobody must not live on."""
-    workers, loaded = await load_workers(context, config, announce)
+
+    def heard(progress: Progress) -> None:
+        server.hear(progress)
+        announce(progress)
+
+    workers, loaded = await load_workers(context, config, heard)
     try:
         service = build_service(config, workers, loaded)
     except BaseException:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError, code_of
+from copyengine.wire.lifecycle import Progress
 from scheduler.core import Core
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
@@ -40,6 +41,7 @@ class Lane:
         self.death = ""  # why it takes no requests any more
         self.broken = False  # it died of an error of this process, not of its worker
         self.loss = ""  # if it died although its worker lives: the code of PeerLost, by which another one is asked for
+        self.loading: Progress | None = None  # of the worker that is to take the place of the dead one
         self.resident = 0  # slots of its worker that held an expert after the last step
         self._outboxes: dict[int, Outbox] = {}
         self._work = asyncio.Event()

@@ -172,12 +172,29 @@ class Finished(Struct, frozen=True, tag=True):
     choices: list[Choice] = []
 
 
+HealthPhase = Literal["loading", "ready", "draining", "restarting", "dead"]
+
+
 class HealthReply(Struct, frozen=True, tag=True):
-    """`phase` says why `ready` is false."""
+    """`phase` says why `ready` is false, and `detail`, of "restarting" and "dead", what the first worker died of.
+
+    `max_model_len` and `vocab_size` are 0 until the model has loaded for the first time.
+
+    `loading` names what is being read or allocated at this moment, with its worker where that is known of several, and
+    is empty if nothing is: at the start, and while a worker that was started anew loads, which is in "restarting", or
+    in "ready" or "draining" if another worker lives. Of that alone `done_nbytes` of `total_nbytes` are through; a load
+    takes several of these one after the other. Of workers that load at the same time one is told.
+    """
 
     ready: bool
-    phase: Literal["loading", "ready", "draining", "restarting", "dead"]
+    phase: HealthPhase
     model: str
+    max_model_len: int = 0
+    vocab_size: int = 0
+    loading: str = ""
+    done_nbytes: int = 0
+    total_nbytes: int = 0
+    detail: str = ""
 
 
 class ModeCounters(Struct, frozen=True):

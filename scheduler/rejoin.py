@@ -7,7 +7,7 @@ from collections.abc import Callable
 import zmq.asyncio
 
 from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
-from copyengine.wire.lifecycle import Event, Joined, Peer, PeerLost
+from copyengine.wire.lifecycle import Event, Joined, Peer, PeerLost, Progress
 from scheduler.config import SchedulerConfig
 from scheduler.lane import Lane, collapsed
 from scheduler.startup import load_worker, new_core
@@ -54,6 +54,18 @@ class Rejoiner:
                 self._tell(PeerLost(lane.name, lane.worker.endpoint, lane.loss, lane.death))
             await lane.changed()
 
+    async def _load(self, lane: Lane, worker: WorkerClient) -> Loaded:
+        """Raises as load_worker does."""
+
+        def heard(progress: Progress) -> None:
+            lane.loading = progress
+            self._tell(progress)
+
+        try:
+            return await load_worker(worker, lane.name, self._config, heard)
+        finally:
+            lane.loading = None
+
     async def _take_back(self, lane: Lane, peer: Peer) -> None:
         try:
             worker = WorkerClient(self._context, peer.endpoint)
@@ -61,7 +73,7 @@ class Rejoiner:
             self._tell(PeerLost(peer.name, peer.endpoint, code_of(error), str(error)))
             return
         try:
-            facts = await load_worker(worker, peer.name, self._config, self._tell)
+            facts = await self._load(lane, worker)
             check_facts(self._service, facts)
             await lane.revive(worker, new_core(self._config, self._service.demand_tokens, facts))
         except SlotstreamError as error:

@@ -9,14 +9,16 @@ import time
 import zmq.asyncio
 
 from copyengine.wire.errors import RequestRefused
+from copyengine.wire.lifecycle import Progress
 from copyengine.wire.rpc import Call, RpcServer
 from scheduler import protocol
 from scheduler.choices import Choices
 from scheduler.counters import stats_reply
 from scheduler.encoding import Encoder
+from scheduler.health import health_reply
 from scheduler.lane import Lane
 from scheduler.policy import route
-from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, HealthReply, Stats, Tokens
+from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, Stats, Tokens
 from scheduler.request import Ending, Request
 from scheduler.request_log import log_end, log_refused
 from scheduler.step_sampling import step_sampling
@@ -40,6 +42,7 @@ class SchedulerServer:
         self._model = model
         self._restarts = restarts
         self._service: Service | None = None
+        self._progress: Progress | None = None
         self._draining = False
         self._sequences = itertools.count(1)
         self._tickets: dict[tuple[bytes, str], Ticket] = {}
@@ -55,6 +58,10 @@ class SchedulerServer:
     async def serve(self) -> None:
         """Take requests until cancelled."""
         await self._rpc.serve()
+
+    def hear(self, progress: Progress) -> None:
+        """So much is loaded: what Health says until `open`."""
+        self._progress = progress
 
     def open(self, service: Service) -> None:
         """Requests are accepted from now on."""
@@ -94,7 +101,7 @@ class SchedulerServer:
                 self._abort(self._tickets.get((call.peer, request_id)))
                 return Done()
             case Health():
-                return self._health()
+                return health_reply(self._model, self._service, self._progress, self._draining, self._restarts)
             case Stats():
                 return self._stats()
 
@@ -236,16 +243,6 @@ class SchedulerServer:
         if not lanes:
             raise RequestRefused("worker_failed", f"no worker lives: {service.lanes[0].death}")
         return lanes
-
-    def _health(self) -> HealthReply:
-        service = self._service
-        if service is not None and not any(lane.alive for lane in service.lanes):
-            return HealthReply(ready=False, phase="restarting" if self._restarts else "dead", model=self._model)
-        if self._draining:
-            return HealthReply(ready=False, phase="draining", model=self._model)
-        if service is None:
-            return HealthReply(ready=False, phase="loading", model=self._model)
-        return HealthReply(ready=True, phase="ready", model=self._model)
 
     def _stats(self) -> protocol.StatsReply:
         lanes = self._service.lanes if self._service else []

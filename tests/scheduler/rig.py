@@ -79,6 +79,8 @@ class FakeWorker:
         self.fatal: set[tuple[int, int]] = set()  # (start, last token) of sequences whose step fails, once each
         self.step_s = 0.0
         self.load_s = 0.0
+        self.load_gate = asyncio.Event()  # before the last half is loaded
+        self.load_gate.set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.release_gate = asyncio.Event()
@@ -108,6 +110,7 @@ class FakeWorker:
                     raise self.load_failures.pop(0)
                 await asyncio.sleep(self.load_s)
                 await call.progress(LoadProgress("experts", 1, 2))
+                await self.load_gate.wait()
                 await call.progress(LoadProgress("dense weights", 2, 2))
                 return self.facts
             case RunStep() as step:

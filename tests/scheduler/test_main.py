@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from copyengine.wire.errors import PeerTimeout, RequestRefused
 from copyengine.wire.lifecycle import EXIT_CONFIG, Event, Listening, Progress, Ready, StartFailed, parse_event
@@ -19,7 +20,7 @@ from copyengine.wire.process import Orders
 from scheduler.__main__ import serve
 from scheduler.client import Client
 from scheduler.config import SchedulerConfig
-from scheduler.protocol import Sampling
+from scheduler.protocol import HealthReply, Sampling
 from scheduler.server import SchedulerServer
 from tests.scheduler.rig import FakeWorker, on_loop
 
@@ -104,6 +105,27 @@ def test_it_listens_loads_and_is_ready_with_the_facts(model: Path, event_loop: s
                 assert [t async for piece in answer for t in piece.token_ids] == [6, 7]
 
     on_loop(event_loop, main)
+
+
+def test_health_says_what_is_being_loaded(model: Path) -> None:
+    async def main() -> None:
+        async with scheduler(model) as (process, worker):
+            worker.load_gate.clear()
+            listening = await process.event()
+            assert isinstance(listening, Listening)
+            async with Client(listening.endpoint) as client:
+                nothing = HealthReply(ready=False, phase="loading", model=model.name)
+                async with asyncio.timeout(10):
+                    while (health := await client.health()) == nothing:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                assert health == replace(nothing, loading="experts", done_nbytes=1, total_nbytes=2)
+                worker.load_gate.set()
+                async with asyncio.timeout(10):
+                    while not isinstance(await process.event(), Ready):
+                        pass
+                assert await client.health() == HealthReply(True, "ready", model.name, 4096, 400)
+
+    on_loop("selector", main)
 
 
 @pytest.mark.parametrize("way", ["eof", "SIGTERM", "SIGINT"])

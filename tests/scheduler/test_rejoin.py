@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from copyengine.wire.errors import PeerTimeout, RequestRefused
@@ -130,6 +131,37 @@ def test_with_another_worker_requests_go_there_meanwhile(model: Path) -> None:
             await parent.heard()
             assert await asyncio.gather(*(answer(client) for _ in range(4))) == [right] * 4
             assert worker.steps
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize(("workers", "phase"), [(1, "restarting"), (2, "ready")])
+def test_health_says_what_a_worker_that_was_started_anew_loads(model: Path, workers: int, phase: str) -> None:
+    """Also beside one that serves, and not any more once it has died of it."""
+
+    async def main() -> None:
+        async with restarting(model, workers) as (rig, parent, client):
+            serving = await client.health()
+            await dead(rig, workers - 1)
+            down = await client.health()
+            ready = workers > 1
+            assert down == replace(serving, ready=ready, phase=phase, detail="" if ready else f"the worker is {DEATH}")
+            name = f"worker{workers - 1}"
+            for survives in (False, True):
+                worker = parent.start(name)
+                worker.load_gate.clear()
+                async with asyncio.timeout(20):
+                    while (health := await client.health()) == down:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                assert health == replace(down, loading=f"{name} experts", done_nbytes=1, total_nbytes=2)
+                if not survives:
+                    await worker.die()
+                    async with asyncio.timeout(20):
+                        while await client.health() != down:  # noqa: ASYNC110
+                            await asyncio.sleep(0.005)
+            worker.load_gate.set()
+            await parent.heard()
+            assert await client.health() == serving and serving.ready
 
     on_loop("selector", main)
 
