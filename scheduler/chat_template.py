@@ -20,6 +20,9 @@ MAX_POWER_BITS = 65_536
 
 MAX_REASON_CHARS = 500
 
+_GOES_ON = "<<here the answer goes on>> "
+"""Written behind a message that is to be continued, and cut off again: its blank shows whether the template trims."""
+
 
 class ChatTemplate:
     """A compiled template. ConfigError, naming the file `origin`, if `source` does not compile.
@@ -27,6 +30,8 @@ class ChatTemplate:
     A template is a program: it runs in jinja2's sandbox, nothing of it is evaluated before it is rendered, and `**` and
     `*` are bounded. Its loops are not, nor what filters and format strings make: a template that nests long
     loops occupies a thread for as long as they take.
+
+    `source` is its text, and `variables` are the names that it reads, its own among them.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
@@ -41,23 +46,52 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
         except Exception as error:  # of jinja2, or whatever Python says of the code made from it
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ConfigError(f"{origin}: the chat template does not compile: {_reason(error)}{line}") from None
+        self.source = source
+        self.variables = frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for the assistant's next turn. RequestRefused("invalid_request") if the template objects."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
+        **settings: Any,
+    ) -> str:
+        """The prompt for the assistant's next turn. RequestRefused("invalid_request") if the template objects.
+
+        Messages and tools are objects as OpenAI's API has them, but for the arguments of calls, which are objects too.
+        With `continue_final_message` the prompt ends where the last message's content does. `settings` are variables
+        that the template may read.
+        """
+        if continue_final_message:
+            last = dict(messages[-1])
+            messages = [*messages[:-1], last | {"content": last["content"] + _GOES_ON}]
+        values = {"messages": messages, "tools": tools, "documents": None, **self._special_tokens, **settings}
         try:
-            text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
+            text = self._template.render(**values, add_generation_prompt=add_generation_prompt)
             text.encode()  # a lone surrogate can neither be tokenised nor sent
         except Exception as error:  # a template is somebody else's program: it may raise anything
             detail = f"messages: the chat template refused them: {_reason(error)}"
             raise RequestRefused("invalid_request", detail) from None
-        return text
+        return _cut(text) if continue_final_message else text
+
+
+def _cut(text: str) -> str:
+    """`text` up to the place where the answer goes on, without blanks before it if the template took those after it."""
+    before, mark, _ = text.rpartition(_GOES_ON)
+    if mark:
+        return before
+    before, mark, _ = text.rpartition(_GOES_ON.rstrip())
+    if not mark:
+        detail = "continue_final_message: the chat template leaves out the end of the last message"
+        raise RequestRefused("invalid_request", detail)
+    return before.rstrip()
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

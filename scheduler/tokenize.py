@@ -16,6 +16,8 @@ from scheduler.protocol import Generate, Message
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""What structures an answer is in its text, also where a tokenizer calls these tokens special."""
 
 COMPOSED_OF = 4
 """Characters that Unicode composes into one at most: U+1F82 and its like."""
@@ -28,7 +30,7 @@ class TextCodec:
     """Turns prompts into tokens and tokens into text. Safe to use from several threads.
 
     `eos_token_ids` end an answer: those of generation_config.json (of config.json if it states none) and the
-    tokenizer's eos_token.
+    tokenizer's eos_token. `chat_template` is None if the model has none.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class TextCodec:
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
-        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._added = {entry.content: token for token, entry in added.items()}
+        hidden = (token for token, entry in added.items() if entry.special and entry.content not in MARKERS)
+        self._special = frozenset(hidden)
         self._normaliser = tokenizer.normalizer if tokenizer else None
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
 
@@ -65,11 +69,25 @@ class TextCodec:
 
     def encode_chat(self, messages: list[Message], max_tokens: int | None = None) -> list[int]:
         """Token ids of the rendered chat, whose template writes its special tokens itself."""
-        self._text_tokenizer()
-        if self._chat_template is None:
-            raise RequestRefused("no_chat_template", "this model has no chat template: send prompt or token_ids")
-        text = self._chat_template.render([{"role": m.role, "content": m.content} for m in messages])
+        template = self.template()
+        return self.encode_rendered(
+            template.render([{"role": m.role, "content": m.content} for m in messages]), max_tokens
+        )
+
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text that has its special tokens in it, as a chat template writes it."""
         return self._encode(text, max_tokens, add_special_tokens=False)
+
+    def template(self) -> ChatTemplate:
+        """The chat template. RequestRefused if chats cannot be served."""
+        self._text_tokenizer()
+        if self.chat_template is None:
+            raise RequestRefused("no_chat_template", "this model has no chat template: send prompt or token_ids")
+        return self.chat_template
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the token that stands for exactly `text`, whatever is around it; None if there is none."""
+        return self._added.get(text)
 
     def detokenizer(self) -> Detokenizer | NoText:
         """A fresh detokenizer for one answer."""

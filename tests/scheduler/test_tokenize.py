@@ -88,8 +88,8 @@ def test_chats_and_prompts_read_as_transformers_reads_them(tmp_path: Path) -> No
     *chats, ids = json.loads(oracle.stdout)
     assert codec.encode_prompt("the fox <|end|> x") == ids
     for chat, text in zip(CHATS, chats, strict=True):
-        assert codec._chat_template is not None
-        assert codec._chat_template.render(chat) == text
+        assert codec.chat_template is not None
+        assert codec.chat_template.render(chat) == text
         tokenizer = codec._text_tokenizer()
         assert codec.encode_chat(messages(chat)) == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -161,10 +161,10 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"chat_template": named})
     hi = [{"role": "user", "content": "hi"}]
     codec = load_text_codec(tmp_path, {})
-    assert codec._chat_template is not None and codec._chat_template.render(hi) == "from list"
+    assert codec.chat_template is not None and codec.chat_template.render(hi) == "from list"
     (tmp_path / "chat_template.jinja").write_text("from file {{ strftime_now('%Y')|length }}", "utf-8")
     codec = load_text_codec(tmp_path, {})
-    assert codec._chat_template is not None and codec._chat_template.render(hi) == "from file 4"
+    assert codec.chat_template is not None and codec.chat_template.render(hi) == "from file 4"
 
 
 @pytest.mark.parametrize(
