@@ -66,6 +66,7 @@ class Core:
         self.pages = KvPages(limits.pages, limits.page_tokens, limits.prefix_cache, limits.state_slots)
         self.preempted = 0  # times that a request was
         self.cached_tokens = 0  # of prompts, never computed
+        self.queried_tokens = 0  # of prompts that were looked for in the prefix cache
         self.counters: dict[Mode, ModeCounters] = {
             "decode": ModeCounters(),
             "demand": ModeCounters(),
@@ -130,6 +131,7 @@ class Core:
         self.drop(request)
         longest = request.prompt_tokens + request.max_tokens
         assert pages_for(longest, self.limits.page_tokens) <= self.limits.pages
+        self.queried_tokens += request.prompt_tokens if self.limits.prefix_cache else 0
         self._waiting.append(request)
         self._admit()
 

@@ -189,7 +189,7 @@ class Lane:
 def carry_counters(old: Core, new: Core) -> None:
     """What is counted since the start goes on in the core that takes another one's place."""
     new.counters.update(old.counters)
-    new.cached_tokens, new.preempted = old.cached_tokens, old.preempted
+    new.cached_tokens, new.queried_tokens, new.preempted = old.cached_tokens, old.queried_tokens, old.preempted
 
 
 @contextlib.asynccontextmanager

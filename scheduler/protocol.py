@@ -214,6 +214,7 @@ class WorkerCounters(Struct, frozen=True):
     """One worker's part of the counters since the start, those of the ones that had its place before included.
 
     One that is not `alive` takes no requests, or none yet. `resident_slots` held an expert after its last step.
+    `kv_pages_available` can be had at once: they are free, or cached and not used by any request.
     """
 
     name: str
@@ -223,6 +224,7 @@ class WorkerCounters(Struct, frozen=True):
     kv_pages_free: int
     kv_pages_cached: int
     kv_pages_total: int
+    kv_pages_available: int
     resident_slots: int
     decode: ModeCounters
     demand: ModeCounters
@@ -241,8 +243,10 @@ class StatsReply(Struct, frozen=True, tag=True):
     before their end. `refused` are the Generate that were not accepted. `prompt_tokens` are those of all accepted
     requests, `generated_tokens` those that were sent. `kv_pages_cached` are in the prefix cache, whether requests use
     them or not; those neither free nor cached are the own of running requests, and of some that ended while a step of
-    theirs was out, until it is back. `cached_tokens` were prompt tokens not computed because their KV was cached, for
-    each of several answers; `preempted` counts each time that a request gave its pages back and waited again.
+    theirs was out, until it is back. `kv_pages_available` can be had at once: they are free, or cached and not used by
+    any request. Of the `queried_tokens` of prompts that were looked for in the prefix cache, for each of several
+    answers, `cached_tokens` were not computed because their KV was cached; `preempted` counts each time that a request
+    gave its pages back and waited again.
 
     Of a model with recurrent state, `state_snapshots` of the `state_slots_total` hold a state from which requests may
     go on; those neither free nor that are the own of running requests, or being written by the step that is out.
@@ -260,7 +264,9 @@ class StatsReply(Struct, frozen=True, tag=True):
     kv_pages_free: int
     kv_pages_cached: int
     kv_pages_total: int
+    kv_pages_available: int
     cached_tokens: int
+    queried_tokens: int
     preempted: int
     decode: ModeCounters
     demand: ModeCounters

@@ -50,7 +50,7 @@ def test_counters_that_began_anew_make_no_rate_negative() -> None:
 
 
 def test_a_worker_that_is_down_is_named() -> None:
-    counters = [0, 0, 0, 0, 0, 0, ModeCounters(), ModeCounters(), ModeCounters()]
+    counters = [*[0] * 7, ModeCounters(), ModeCounters(), ModeCounters()]
     workers = [WorkerCounters("worker0", True, *counters), WorkerCounters("worker1", False, *counters)]  # type: ignore[arg-type]
     assert status_line(stats(), stats(workers=workers), 1.0).startswith("worker1 down | 0 running")
 

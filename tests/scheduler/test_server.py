@@ -110,6 +110,7 @@ def test_figures_are_those_of_the_steps(model: Path, event_loop: str) -> None:
             assert (stats.finished, stats.prompt_tokens, stats.generated_tokens) == (1, 40, 3)
             assert (stats.decode.steps, stats.demand.steps, stats.streamed.steps) == (2, 1, 2)
             assert (stats.kv_pages_free, stats.kv_pages_cached, stats.kv_pages_total) == (254, 2, 256)
+            assert stats.kv_pages_available == 256, "nobody uses the cached ones any more"
             assert rig.worker.released == [1]
 
     on_loop(event_loop, main)
@@ -151,6 +152,7 @@ def test_a_prefix_is_computed_once_unless_the_cache_is_off(model: Path, disabled
             assert (chunk.start, len(chunk.tokens)) == (reused, len(turn) - reused)
             stats = await client.stats()
             assert (stats.cached_tokens, stats.kv_pages_cached > 0) == (reused, not disabled)
+            assert stats.queried_tokens == (0 if disabled else 40 + len(turn))
 
     on_loop("selector", main)
 
