@@ -16,27 +16,27 @@ class Choices:
     def __init__(self, lane: Lane, requests: Sequence[Request], outbox: Outbox) -> None:
         """`outbox` gets the tokens of all, and the final reply when all have ended or one failed."""
         self._lane = lane
-        self._requests = requests
+        self.requests = requests
         self._outbox = outbox
         self._held = range(1, len(requests))
         self._ends: dict[int, Finished] = {}
 
     def start(self) -> None:
         """Submit the first."""
-        self._lane.core.hold(self._requests[1:])
-        self._lane.submit(self._requests[0], _ChoiceOutbox(self, 0))
+        self._lane.core.hold(self.requests[1:])
+        self._lane.submit(self.requests[0], _ChoiceOutbox(self, 0))
 
     def abort(self) -> None:
         """End those that have not ended."""
         held, self._held = self._held, range(0)
-        for index, request in enumerate(self._requests):
+        for index, request in enumerate(self.requests):
             self._lane.core.drop(request)
             if self._lane.abort(request) or index in held:
                 self.take(index, request.finished("abort", time.monotonic()))
 
     def so_far(self, now_s: float) -> Finished:
         """The figures of all, of those that have not ended as if they were aborted now."""
-        ends = enumerate(self._requests)
+        ends = enumerate(self.requests)
         return combined([self._ends.get(i) or request.finished("abort", now_s) for i, request in ends])
 
     def take(self, index: int, message: Tokens | Finished | Failed) -> None:
@@ -47,15 +47,15 @@ class Choices:
                 self._submit_held()
             case Finished():
                 self._ends[index] = message
-                if len(self._ends) == len(self._requests):
-                    self._outbox.put_nowait(combined([self._ends[i] for i in range(len(self._requests))]))
+                if len(self._ends) == len(self.requests):
+                    self._outbox.put_nowait(combined([self._ends[i] for i in range(len(self.requests))]))
             case Failed():
                 self._outbox.put_nowait(message)
 
     def _submit_held(self) -> None:
         held, self._held = self._held, range(0)
         for index in held:
-            self._lane.submit(self._requests[index], _ChoiceOutbox(self, index))
+            self._lane.submit(self.requests[index], _ChoiceOutbox(self, index))
 
 
 class _ChoiceOutbox:

@@ -10,11 +10,12 @@ from typing import Protocol
 from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError, code_of
 from copyengine.wire.lifecycle import Progress
 from scheduler.core import Core
+from scheduler.last_known import LastKnown
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
 from worker.client import WorkerClient
 from worker.protocol import Failed as StepFailed
-from worker.protocol import RunStep, StepDone
+from worker.protocol import ResidencyReply, RunStep, StepDone
 
 STEP_DEADLINE_S = 600.0
 """Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes."""
@@ -43,6 +44,7 @@ class Lane:
         self.loss = ""  # if it died although its worker lives: the code of PeerLost, by which another one is asked for
         self.loading: Progress | None = None  # of the worker that is to take the place of the dead one
         self.resident = 0  # slots of its worker that held an expert after the last step
+        self.residency = _residency_of(worker)
         self._outboxes: dict[int, Outbox] = {}
         self._work = asyncio.Event()
         self._lives = asyncio.Event()
@@ -74,7 +76,7 @@ class Lane:
         await self.worker.close()
         await self._dead.wait()
         carry_counters(self.core, core)
-        self.worker, self.core = worker, core
+        self.worker, self.core, self.residency = worker, core, _residency_of(worker)
         self.death, self.broken, self.loss, self.resident = "", False, "", 0
         self._dead.clear()
         self._lives.set()
@@ -92,6 +94,7 @@ class Lane:
     async def _live(self) -> None:
         """Step until the worker dies or the task is cancelled; either way no request is left without a final reply."""
         code, why = "worker_failed", "the worker is gone: its connection closed"
+        self.residency.ask(time.monotonic())  # it may be a while until it stands between two steps again
         try:
             while await self._has_work():
                 step = self.core.plan(time.monotonic())
@@ -184,6 +187,10 @@ class Lane:
         outbox.put_nowait(message)
         if not isinstance(message, Tokens):
             del self._outboxes[request.sequence]
+
+
+def _residency_of(worker: WorkerClient) -> LastKnown[ResidencyReply]:
+    return LastKnown(lambda: worker.residency(STEP_DEADLINE_S))
 
 
 def carry_counters(old: Core, new: Core) -> None:

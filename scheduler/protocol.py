@@ -75,7 +75,11 @@ class Stats(Struct, frozen=True, tag=True):
     """Ask for the counters."""
 
 
-Request = Generate | Abort | Health | Stats
+class Activity(Struct, frozen=True, tag=True):
+    """Ask what goes on at this moment."""
+
+
+Request = Generate | Abort | Health | Stats | Activity
 
 # Replies ------------------------------------------------------------------------------------------------------------
 
@@ -279,6 +283,50 @@ class StatsReply(Struct, frozen=True, tag=True):
     state_nbytes: int = 0
 
 
+class RunningRequest(Struct, frozen=True):
+    """An accepted request that has not ended; each of several answers to one is listed by itself.
+
+    In "prefill" its prompt is computed, and what it had answered before it was preempted, if it was; it is "waiting"
+    before it is admitted to its worker and while it is preempted. The KV of the first `computed_tokens` of its prompt
+    and answer is there, computed or taken from the prefix cache, but for what the step that is out computes.
+    """
+
+    request_id: str  # as its client gave it, or as the scheduler chose it; another client may have the same
+    phase: Literal["waiting", "prefill", "decode"]
+    prompt_tokens: int
+    computed_tokens: int
+    new_tokens: int  # of the answer
+    age_s: float  # since it arrived
+    worker: str
+    index: int = 0  # of the answer, of `n` ones
+
+
+class WorkerResidency(Struct, frozen=True):
+    """Which experts were in a worker's cache slots `age_s` ago, when it last stood between two steps and was asked.
+
+    That is bit e % 8, the lowest being 0, of byte e // 8 of each layer's row.
+    """
+
+    name: str
+    layers: int  # L, 0 for a dense model
+    experts: int  # E
+    resident: bytes  # [L, ceil(E / 8)]
+    age_s: float
+
+
+class ActivityReply(Struct, frozen=True, tag=True):
+    """Requests in the order of their arrival, those that wait behind all others, and the slots of each worker.
+
+    At most 256 requests are listed, `left_out` are not. A worker that is down, or has not answered since it was
+    started, has no entry. One that computes is waited for a second, and then has its last answer here; an answer
+    younger than half a second is as good as a new one.
+    """
+
+    requests: list[RunningRequest]
+    residency: list[WorkerResidency]
+    left_out: int = 0
+
+
 class Done(Struct, frozen=True, tag=True):
     """Abort went through (also when the request had ended already)."""
 
@@ -295,5 +343,5 @@ class Failed(Struct, frozen=True, tag=True):
     detail: str
 
 
-Reply = Accepted | Tokens | Finished | HealthReply | StatsReply | Done | Failed
-FINAL = (Finished, HealthReply, StatsReply, Done, Failed)
+Reply = Accepted | Tokens | Finished | HealthReply | StatsReply | ActivityReply | Done | Failed
+FINAL = (Finished, HealthReply, StatsReply, ActivityReply, Done, Failed)

@@ -12,13 +12,14 @@ from copyengine.wire.errors import RequestRefused
 from copyengine.wire.lifecycle import Progress
 from copyengine.wire.rpc import Call, RpcServer
 from scheduler import protocol
+from scheduler.activity import activity_reply, ask_residency
 from scheduler.choices import Choices
 from scheduler.counters import stats_reply
 from scheduler.encoding import Encoder
 from scheduler.health import health_reply
 from scheduler.lane import Lane
 from scheduler.policy import route
-from scheduler.protocol import Abort, Accepted, Done, Failed, Finished, Generate, Health, Stats, Tokens
+from scheduler.protocol import Abort, Accepted, Activity, Done, Failed, Finished, Generate, Health, Stats, Tokens
 from scheduler.request import Ending, Request
 from scheduler.request_log import log_end, log_refused
 from scheduler.step_sampling import step_sampling
@@ -104,6 +105,9 @@ class SchedulerServer:
                 return health_reply(self._model, self._service, self._progress, self._draining, self._restarts)
             case Stats():
                 return self._stats()
+            case Activity():
+                await ask_residency(self._lanes)
+                return activity_reply(self._tickets, self._lanes)
 
     async def _generate(self, call: Call[protocol.Request, protocol.Reply], generate: Generate) -> Finished | Failed:
         service = self._accepting()
@@ -244,9 +248,12 @@ class SchedulerServer:
             raise RequestRefused("worker_failed", f"no worker lives: {service.lanes[0].death}")
         return lanes
 
+    @property
+    def _lanes(self) -> list[Lane]:
+        return self._service.lanes if self._service else []
+
     def _stats(self) -> protocol.StatsReply:
-        lanes = self._service.lanes if self._service else []
-        return stats_reply(lanes, self._tally, self._rpc.dropped_frames)
+        return stats_reply(self._lanes, self._tally, self._rpc.dropped_frames)
 
 
 def _queue_full(service: Service, waiting: int, late: int = 1, answers: int = 1) -> RequestRefused:

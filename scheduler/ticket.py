@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -90,6 +90,13 @@ class Ticket:
         self.request: Request | None = None  # once it is accepted
         self.lane: Lane | None = None
         self.choices: Choices | None = None  # if several answers are asked for: `request` is the first
+
+    @property
+    def served(self) -> Sequence[Request]:
+        """The request of each answer that a lane has, those that have ended included; none once all is over."""
+        if self.lane is None or self.request is None or self.outbox.final:
+            return ()
+        return self.choices.requests if self.choices else (self.request,)
 
     def so_far(self, now_s: float) -> Finished:
         """The figures of an accepted one that ends without any."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from copyengine.budget import Budget, Wanted
@@ -44,6 +45,10 @@ class Slots(StepExperts, Protocol):
     def stats(self) -> dict[Mode, ExpertStats]: ...
 
     def layer_stats(self) -> dict[Mode, LayerTraffic]: ...
+
+    def residency(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        """[L, E]: which experts are in cache slots. Between two steps, on the thread that runs them."""
+        ...
 
     def resident(self) -> int: ...
 

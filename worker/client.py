@@ -20,6 +20,8 @@ from worker.protocol import (
     Release,
     Reply,
     Request,
+    Residency,
+    ResidencyReply,
     RunStep,
     Shutdown,
     Stats,
@@ -69,6 +71,10 @@ class WorkerClient:
     async def layer_stats(self, deadline_s: float) -> LayerStatsReply:
         """Its counters of each layer, once the step that runs is over."""
         return await self._rpc.expect(LayerStats(), LayerStatsReply, deadline_s)
+
+    async def residency(self, deadline_s: float) -> ResidencyReply:
+        """Which experts are in slots, once the step that runs is over."""
+        return await self._rpc.expect(Residency(), ResidencyReply, deadline_s)
 
     async def shutdown(self) -> None:
         """End the process. That it is gone is as good an answer as its reply."""

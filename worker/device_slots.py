@@ -151,6 +151,11 @@ class DeviceSlots:
         """The same by layer; on the thread that runs steps."""
         return self._counters.by_layer()
 
+    def residency(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        """See worker.backend.Slots."""
+        held: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (self._state.slot_of != admit.ABSENT).cpu().numpy()
+        return held
+
     def resident(self) -> int:
         """Cache slots that held an expert when the last step ended."""
         return self._resident

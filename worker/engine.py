@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import NamedTuple, cast
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -40,6 +41,7 @@ from worker.protocol import (
     LoadProgress,
     Mode,
     OracleFigures,
+    ResidencyReply,
     RunStep,
     StepDone,
 )
@@ -161,6 +163,13 @@ class Engine:
             while not self._windows.empty():
                 self._judged = add_figures(self._judged, self._windows.get().figures())
             return replace(reply, oracle=self._judged)
+
+    def residency(self) -> ResidencyReply:
+        """Which experts are in slots; on the compute thread."""
+        if self._slots is None:
+            return ResidencyReply()
+        table = self._slots.residency()
+        return ResidencyReply(*table.shape, np.packbits(table, axis=1, bitorder="little").tobytes())
 
     def resident(self) -> int:
         """Slots that hold an expert."""

@@ -95,6 +95,11 @@ class ExpertSlots:
         """The same by layer; on the thread that runs steps."""
         return self._counters.by_layer()
 
+    def residency(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        """See worker.backend.Slots."""
+        held: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (self._state.slot_of != admit.ABSENT).numpy()
+        return held
+
     def resident(self) -> int:
         """Cache slots that hold an expert."""
         return int((self._state.owner != admit.ABSENT).sum())

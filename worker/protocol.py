@@ -117,11 +117,15 @@ class LayerStats(Struct, frozen=True, tag=True):
     """Ask for the counters of each layer; answered between two steps."""
 
 
+class Residency(Struct, frozen=True, tag=True):
+    """Ask which experts are in slots; answered between two steps."""
+
+
 class Shutdown(Struct, frozen=True, tag=True):
     """End the process after this reply."""
 
 
-Request = Load | RunStep | Release | Stats | LayerStats | Shutdown
+Request = Load | RunStep | Release | Stats | LayerStats | Residency | Shutdown
 
 # Replies ------------------------------------------------------------------------------------------------------------
 
@@ -228,6 +232,14 @@ class LayerStatsReply(Struct, frozen=True, tag=True):
     oracle: OracleFigures = OracleFigures()  # since the start, if the Load asked for it
 
 
+class ResidencyReply(Struct, frozen=True, tag=True):
+    """Which experts are in cache slots: bit e % 8, the lowest being 0, of byte e // 8 of each layer's row."""
+
+    layers: int = 0  # L, 0 for a dense model
+    experts: int = 0  # E
+    resident: bytes = b""  # [L, ceil(E / 8)]
+
+
 class Done(Struct, frozen=True, tag=True):
     """Release or Shutdown went through."""
 
@@ -239,5 +251,5 @@ class Failed(Struct, frozen=True, tag=True):
     detail: str
 
 
-Reply = LoadProgress | Loaded | StepDone | StatsReply | LayerStatsReply | Done | Failed
-FINAL = (Loaded, StepDone, StatsReply, LayerStatsReply, Done, Failed)
+Reply = LoadProgress | Loaded | StepDone | StatsReply | LayerStatsReply | ResidencyReply | Done | Failed
+FINAL = (Loaded, StepDone, StatsReply, LayerStatsReply, ResidencyReply, Done, Failed)

@@ -23,6 +23,8 @@ from worker.protocol import (
     LoadProgress,
     Mode,
     Release,
+    Residency,
+    ResidencyReply,
     RunStep,
     Shutdown,
     Stats,
@@ -34,7 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """A loaded model. `run` and `layer_stats` are called on the compute thread, the rest on the event loop's."""
+    """A loaded model. `run`, `layer_stats` and `residency` are called on the compute thread, the rest on the event
+    loop's."""
 
     @property
     def facts(self) -> Loaded:
@@ -60,6 +63,10 @@ class Engine(Protocol):
 
     def with_oracle(self, reply: LayerStatsReply) -> LayerStatsReply:
         """The same with it; on a thread of its own, for it may take a second."""
+        ...
+
+    def residency(self) -> ResidencyReply:
+        """Which experts are in slots; on the compute thread."""
         ...
 
     def resident(self) -> int:
@@ -148,6 +155,8 @@ class WorkerServer:
                 engine = self._loaded()
                 counted = await self.compute.run(engine.layer_stats)
                 return await asyncio.to_thread(engine.with_oracle, counted)
+            case Residency():
+                return await self.compute.run(self._loaded().residency)
             case Shutdown():
                 self._finish(None)
                 return Done()

@@ -27,6 +27,8 @@ from scheduler.protocol import (
     FINAL,
     Abort,
     Accepted,
+    Activity,
+    ActivityReply,
     Done,
     Failed,
     Finished,
@@ -175,6 +177,10 @@ class Client:
     async def stats(self) -> StatsReply:
         """The engine's counters."""
         return await self._connection().expect(Stats(), StatsReply, ANSWER_S)
+
+    async def activity(self) -> ActivityReply:
+        """Which requests are where, and which experts are in the slots of which worker."""
+        return await self._connection().expect(Activity(), ActivityReply, ANSWER_S)
 
     async def settle(self) -> None:
         """Wait until the aborts of answers left early are through."""

@@ -128,7 +128,8 @@ class Engine:
 def launch_command(*flags: str) -> list[str]:
     """launch.py on a free port with `flags`; on the CPU, also where there is a GPU, unless they say otherwise."""
     device = () if "--device" in flags else ("--device", "cpu")
-    return [sys.executable, str(ROOT / "launch.py"), "--port", "0", *device, *flags]
+    port = () if "--port" in flags else ("--port", "0")
+    return [sys.executable, str(ROOT / "launch.py"), *port, *device, *flags]
 
 
 @contextmanager

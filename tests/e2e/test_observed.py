@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,13 +19,17 @@ from typing import Any
 
 import pytest
 
+from copyengine.wire.errors import SlotstreamError
 from copyengine.wire.logs import ERASE_LINE
 from scheduler.client import Client
-from scheduler.protocol import Finished, Sampling, StatsReply
+from scheduler.protocol import Finished, HealthReply, Sampling, StatsReply
 from tests.e2e.engine import ROOT, START_TIMEOUT_S, STOP_TIMEOUT_S, launch_command, running
 
 K, LAYERS, EXPERTS = 8, 8, 64
 """Of the built-in model."""
+
+LONG = 1200
+"""Tokens of a prompt of 19 chunks."""
 
 
 async def ask(endpoint: str) -> tuple[list[Finished], StatsReply]:
@@ -75,6 +80,69 @@ def test_file_log_and_counters_tell_what_clients_were_told(tmp_path: Path) -> No
         told = dict(re.findall(r"(\w+)=(\S+)", line))
         assert (told["end"], told["prompt"], told["new"]) == ("length", "3", "4")
         assert (int(told["hits"]), int(told["misses"])) == (end.usage.expert_hits, end.usage.expert_misses)
+
+
+class Watcher:
+    """Hears what an engine says of its health, from before it listens until it is ready."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.heard: list[HealthReply] = []
+        self._endpoint = endpoint
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()))
+        self._thread.start()
+
+    async def _watch(self) -> None:
+        end_s = time.monotonic() + START_TIMEOUT_S
+        async with Client(self._endpoint) as client:
+            while not (self.heard and self.heard[-1].ready) and time.monotonic() < end_s:
+                with contextlib.suppress(SlotstreamError):
+                    self.heard.append(await client.health(0.2))
+                await asyncio.sleep(0.002)
+
+    def all(self) -> list[HealthReply]:
+        self._thread.join()
+        return self.heard
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_health_and_activity_tell_what_goes_on() -> None:
+    """While the checkpoint loads, while a long prompt is computed, and once nothing runs: then the experts that the
+    worker says it holds are as many as it counted behind its last step."""
+    port = free_port()
+    watcher = Watcher(f"tcp://127.0.0.1:{port}")
+    with running("--port", str(port), "--demand-tokens", "64", "--chunked-prefill-size", "64") as engine:
+        *before, ready = watcher.all()
+        assert ready.ready and ready.max_model_len > LONG and not ready.loading
+        assert {health.phase for health in before} == {"loading"}
+        told = {health.loading for health in before if 0 <= health.done_nbytes <= health.total_nbytes > 0}
+        assert told & {"experts", "slot pool", "dense weights"}
+        engine.over(long_prompt)
+
+
+async def long_prompt(client: Client) -> None:
+    sampling = Sampling(max_tokens=2, ignore_eos=True)
+    answer = client.generate(token_ids=[5 + i % 500 for i in range(LONG)], sampling=sampling, request_id="long")
+    answered = asyncio.create_task(answer.text())
+    seen: list[int] = []
+    while not answered.done():
+        for told in (await client.activity()).requests:
+            assert (told.request_id, told.prompt_tokens, told.worker) == ("long", LONG, "worker0")
+            if told.phase == "prefill":
+                seen.append(told.computed_tokens)
+    await answered
+    assert sorted(seen) == seen and len({tokens for tokens in seen if 0 < tokens < LONG}) > 2
+    over_s = time.monotonic()
+    while (reply := await client.activity()).residency[0].age_s > time.monotonic() - over_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    (held,), (worker,) = reply.residency, (await client.stats()).workers
+    assert (held.layers, held.experts, len(held.resident)) == (LAYERS, EXPERTS, LAYERS * EXPERTS // 8)
+    assert sum(byte.bit_count() for byte in held.resident) == worker.resident_slots > 0 and not reply.requests
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")

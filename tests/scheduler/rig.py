@@ -34,6 +34,8 @@ from worker.protocol import (
     Logprobs,
     Mode,
     Release,
+    Residency,
+    ResidencyReply,
     RunStep,
     SequenceStep,
     StepDone,
@@ -85,6 +87,10 @@ class FakeWorker:
         self.gate.set()
         self.release_gate = asyncio.Event()
         self.release_gate.set()
+        self.residency = ResidencyReply(2, 8, b"\x0f\x07")
+        self.residency_asked = 0
+        self.residency_gate = asyncio.Event()
+        self.residency_gate.set()
         self.release_failure: Exception | None = None
         self.facts = _loaded(vocab_size, **facts)
         self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
@@ -115,6 +121,10 @@ class FakeWorker:
                 return self.facts
             case RunStep() as step:
                 return await self._step(step)
+            case Residency():
+                self.residency_asked += 1
+                await self.residency_gate.wait()
+                return self.residency
             case LayerStats():
                 return LAYER_STATS
             case Release(sequences=sequences):

@@ -20,7 +20,7 @@ from copyengine.wire.process import Orders
 from scheduler.__main__ import serve
 from scheduler.client import Client
 from scheduler.config import SchedulerConfig
-from scheduler.protocol import HealthReply, Sampling
+from scheduler.protocol import ActivityReply, HealthReply, Sampling
 from scheduler.server import SchedulerServer
 from tests.scheduler.rig import FakeWorker, on_loop
 
@@ -119,6 +119,7 @@ def test_health_says_what_is_being_loaded(model: Path) -> None:
                     while (health := await client.health()) == nothing:  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
                 assert health == replace(nothing, loading="experts", done_nbytes=1, total_nbytes=2)
+                assert await client.activity() == ActivityReply([], [])
                 worker.load_gate.set()
                 async with asyncio.timeout(10):
                     while not isinstance(await process.event(), Ready):

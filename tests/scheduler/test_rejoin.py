@@ -17,6 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.protocol import Sampling
 from scheduler.rejoin import Rejoiner
 from tests.scheduler.rig import FakeWorker, Rig, engine, expected, on_loop
+from worker.protocol import ResidencyReply
 
 PROMPT = [5, 6, 7]
 DEATH = "gone: its connection closed"
@@ -89,7 +90,9 @@ def test_a_worker_that_was_started_anew_serves_in_place_of_the_dead(model: Path,
                 await running
             assert ended.value.code == "worker_failed" and ended.value.detail.endswith(DEATH)
             worker = parent.start()
+            worker.residency = ResidencyReply(2, 8, b"\x01\x00")
             assert await parent.heard() == Joined("worker0", worker.endpoint)
+            assert [told.resident for told in (await client.activity()).residency] == [b"\x01\x00"]
             assert [load.model for load in worker.loads] == [str(model)]
             assert [(told.alive, told.resident_slots) for told in (await client.stats()).workers] == [(True, 0)]
             assert await answer(client) == right and rig.lanes[0].worker.endpoint == worker.endpoint

@@ -105,6 +105,7 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                 mode, tokens = rng.choice(MODES), rng.choice(TOKENS)
                 given = [routing(rng, place, EXPERTS, tokens, 2, 16) for _ in range(LAYERS)]
                 before = rig.residents()
+                assert {tuple(pair) for pair in np.argwhere(rig.slots.residency()).tolist()} == before
                 stats = step(rig, mode, given)
                 misses += stats.misses
                 asked = routed(given)

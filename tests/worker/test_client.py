@@ -74,7 +74,13 @@ def test_a_failed_reply_is_raised_as_the_error_of_its_code(code: str, kind: type
         return Failed(code, "why")
 
     async def main(client: WorkerClient, die: object) -> None:
-        for call in (client.load(Load("m"), 5), client.release([1], 5), client.stats(), client.layer_stats(5)):
+        for call in (
+            client.load(Load("m"), 5),
+            client.release([1], 5),
+            client.stats(),
+            client.layer_stats(5),
+            client.residency(5),
+        ):
             with pytest.raises(kind, match="why"):
                 await call
         assert await client.run_step(STEP, 5) == Failed(code, "why"), "a failed step is a value"

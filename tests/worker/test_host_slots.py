@@ -142,6 +142,7 @@ def test_random_steps_of_all_modes(make_rig: MakeRig, experts: int, slots: int, 
                 first = sum(layer == 0 and expert in routed[0] for layer, expert in before)
                 assert stats.hits >= first
         assert rig.slots.resident() == len(rig.residents()) <= slots
+        assert {tuple(pair) for pair in np.argwhere(rig.slots.residency()).tolist()} == rig.residents()
     by_layer = {mode: layer_traffic(traffic) for mode, traffic in rig.traffic.items()}
     assert rig.slots.layer_stats() == by_layer
     totals = rig.slots.stats()

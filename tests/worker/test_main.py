@@ -165,6 +165,9 @@ def test_both_forms_of_the_copy_engine_serve_the_same_tokens(model: Path, event_
                     stats = await client.stats()
                     assert (stats.decode.steps, stats.demand.steps, stats.streamed.steps) == (12, 1, 1)
                     assert stats.resident == 8
+                    held = await client.residency(20)
+                    assert (held.layers, held.experts, len(held.resident)) == (2, 8, 2)
+                    assert sum(byte.bit_count() for byte in held.resident) == stats.resident
                     by_layer = await client.layer_stats(20)
                     assert sum(by_layer.decode.hits) == stats.decode.hits and len(by_layer.streamed.misses) == 2
                     assert [sum(row) for row in by_layer.routing] == [2 * 12, 2 * 12]  # K experts in every decode step

@@ -27,6 +27,7 @@ from worker.protocol import (
     Loaded,
     LoadProgress,
     Mode,
+    ResidencyReply,
     RunStep,
     SequenceStep,
     StepDone,
@@ -81,6 +82,10 @@ class FakeEngine:
     def with_oracle(self, reply: LayerStatsReply) -> LayerStatsReply:
         """See Engine."""
         return reply
+
+    def residency(self) -> ResidencyReply:
+        assert not self.running and threading.current_thread().name == "compute"
+        return ResidencyReply(1, 3, bytes([len(self.seen)]))
 
     def resident(self) -> int:
         return 5
@@ -233,10 +238,12 @@ def test_counters_by_layer_are_taken_between_steps(on_loop: OnLoop) -> None:
             rig.engine.gate.clear()
             running = asyncio.create_task(client.run_step(step(7), 5))
             asked = asyncio.create_task(client.layer_stats(5))
+            held = asyncio.create_task(client.residency(5))
             await client.stats()
-            assert not asked.done()
+            assert not asked.done() and not held.done()
             rig.engine.gate.set()
             await running
+            assert await held == ResidencyReply(1, 3, b"\x01")
             assert (await asked).routing == [[1, 0]] and (await asked).decode == LayerTraffic([1], [2])
 
     on_loop(main)
