@@ -35,6 +35,7 @@ from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
 from scheduler.check import Settings, report
 from scheduler.config import DEFAULT_PORT, LaunchConfig, SchedulerConfig, ServingConfig
+from scheduler.http.config import HttpConfig
 from scheduler.live_status import LiveStatus
 from scheduler.preflight import Preflight, check_serving, inspect, preflight, wanted
 from scheduler.progress_line import ProgressLine
@@ -55,11 +56,12 @@ class Engine:
 
     def __init__(self, config: LaunchConfig, found: Preflight, progress: ProgressLine) -> None:
         self.scheduler_endpoint = ""
+        self.url = ""  # of the HTTP front, if there is one
         self._config = config
         self._found = found
         self._run_id = f"ss{secrets.token_hex(4)}"
         self._supervisor = Supervisor(
-            roles(config.workers, found.placement),
+            roles(config.workers, found.placement, http=config.http_port is not None),
             Patience(LISTEN_TIMEOUT_S, config.ready_timeout_s + LAST_WORD_S, STOP_GRACE_S, "--ready-timeout-s"),
             self.command,
             say=log.warning,
@@ -69,9 +71,11 @@ class Engine:
 
     def start(self) -> Ready:
         """Start everything; the scheduler's Ready. Raises as Supervisor.start does."""
-        ready = self._supervisor.start()
+        self._supervisor.start()
         self.scheduler_endpoint = self._supervisor.endpoint("scheduler")
-        return ready
+        if self._config.http_port is not None:
+            self.url = self._supervisor.endpoint("http")
+        return self._supervisor.ready("scheduler")
 
     def serve(self) -> int:
         """Serve until a signal comes; the exit code. PeerDied if too many processes die.
@@ -99,6 +103,8 @@ class Engine:
         ordinals = [gpu.ordinal for gpu in placement.gpus] or [0] * config.workers
         if name == "scheduler":
             return Command("scheduler", cli.to_argv(self._scheduler_config(endpoints)))
+        if name == "http":
+            return Command("scheduler.http", cli.to_argv(self._http_config(endpoints["scheduler"])))
         if name == "copyengine":
             return Command("copyengine", cli.to_argv(CopyEngineConfig(ordinal=ordinals[0], **on_device)))
         worker = WorkerConfig(
@@ -125,17 +131,32 @@ class Engine:
         workers = ",".join(endpoints[name] for name in worker_names(config.workers))
         return SchedulerConfig(model=str(directory), workers=workers, parent_pipe=True, **serving)
 
+    def _http_config(self, scheduler: str) -> HttpConfig:
+        """Started anew, the front listens where its clients know it."""
+        config, directory = self._config, self._found.model.directory
+        shared = {name: getattr(config, name) for name in HttpConfig.__struct_fields__ if hasattr(config, name)}
+        shared["model"] = str(directory)
+        shared["served_model_name"] = config.served_model_name or directory.name
+        if self.url:
+            shared["http_port"] = int(self.url.rsplit(":", 1)[1])
+        return HttpConfig(scheduler=scheduler, parent_pipe=True, **shared)
+
 
 def worker_names(workers: int) -> list[str]:
     """What the workers are called, in the order in which the scheduler is given their endpoints."""
     return [f"worker{i}" for i in range(workers)]
 
 
-def roles(workers: int, placement: Placement) -> list[Role]:
-    """The processes in the order of their start: rest_for_one, but that the scheduler outlives what it works with."""
+def roles(workers: int, placement: Placement, http: bool = False) -> list[Role]:
+    """The processes in the order of their start: rest_for_one, but that the scheduler outlives what it works with.
+
+    The HTTP front is a client like others: it needs no scheduler but to be started with.
+    """
     needs = ("copyengine",) if placement.copy_engine == "process" else ()
     names = worker_names(workers)
-    return [*map(Role, needs), *(Role(name, needs=needs) for name in names), Role("scheduler", uses=tuple(names))]
+    front = [Role("http", calls=("scheduler",), takes_requests=True)] if http else []
+    scheduler = Role("scheduler", uses=tuple(names), takes_requests=True)
+    return [*map(Role, needs), *(Role(name, needs=needs) for name in names), scheduler, *front]
 
 
 def check(config: LaunchConfig) -> int:
@@ -183,7 +204,11 @@ def run(config: LaunchConfig) -> int:
         on_signals(engine.told)
         ready = engine.start()
         out = sys.stdout if config.prompt is None else sys.stderr  # standard output is the answer's
-        print(ready_block(found.model, found.placement, ready, engine.scheduler_endpoint), file=out, flush=True)
+        print(
+            ready_block(found.model, found.placement, ready, engine.scheduler_endpoint, engine.url),
+            file=out,
+            flush=True,
+        )
         return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
     finally:
         engine.stop()

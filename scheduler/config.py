@@ -9,6 +9,14 @@ from copyengine.placement import CopyEngineChoice, DeviceChoice
 from copyengine.protocol import ExpertActivations, LoadFormat
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
+from scheduler.http.config import (
+    DEFAULT_BODY_NBYTES,
+    DEFAULT_HTTP_HOST,
+    ApiKey,
+    HttpHost,
+    HttpPort,
+    MaxBodyBytes,
+)
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 AutoOr = Literal["auto"]
@@ -135,4 +143,10 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     check: Annotated[
         bool, Meta(description="start nothing: print what memory is needed and present, and what speed to expect")
     ] = False
+    http_port: Annotated[
+        HttpPort | None, Meta(description="serve OpenAI-compatible HTTP on this port; 0 picks a free one")
+    ] = None
+    http_host: HttpHost = DEFAULT_HTTP_HOST
+    api_key: ApiKey = ""
+    http_max_body_bytes: MaxBodyBytes = DEFAULT_BODY_NBYTES
     prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None

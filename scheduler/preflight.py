@@ -20,6 +20,8 @@ from copyengine.planning import Plan
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.loop import resolve
 from scheduler.config import LaunchConfig, ServingConfig
+from scheduler.http.config import DEFAULT_BODY_NBYTES, DEFAULT_HTTP_HOST
+from scheduler.http.listening import open_listener, read_key
 
 LEAST_MODEL_LEN = 2
 """A prompt token and an answer token."""
@@ -48,6 +50,20 @@ def check_port(config: ServingConfig) -> None:
             probe.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; choose another --port") from None
+
+
+def check_front(config: LaunchConfig) -> None:
+    """ConfigError if there could be no HTTP front as it is asked for, or is none and it is said how it should be."""
+    if config.http_port is None:
+        defaults = {"http_host": DEFAULT_HTTP_HOST, "api_key": "", "http_max_body_bytes": DEFAULT_BODY_NBYTES}
+        for name, default in defaults.items():
+            if getattr(config, name) != default:
+                raise ConfigError(f"--{name.replace('_', '-')}: only with --http-port, without which there is no HTTP")
+        return
+    if config.prompt is not None:
+        raise ConfigError("--prompt: is answered without HTTP; leave --http-port out, or --prompt to serve")
+    read_key(config.api_key)
+    open_listener(config.http_host, config.http_port).close()
 
 
 def check_stats_file(config: ServingConfig) -> None:
@@ -103,6 +119,7 @@ class Preflight(NamedTuple):
 def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     """The model and where it runs. ConfigError if it or the settings are no good. `say` hears what takes long."""
     check_stats_file(config)
+    check_front(config)
     if config.prompt == "":
         raise ConfigError("--prompt: is empty; leave it out to serve")
     if config.check and config.prompt is not None:

@@ -12,8 +12,8 @@ from scheduler.client import DEFAULT_ENDPOINT
 Facts = dict[str, str | int | float | bool]
 
 
-def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str) -> str:
-    """What a person needs to know once the engine serves."""
+def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str, url: str = "") -> str:
+    """What a person needs to know once the engine serves; `url` is the HTTP front's, if there is one."""
     facts = ready.facts
     age_s = time.time() - psutil.Process().create_time()
     shares = "; slots and KV are each one's, the experts are shared" if int(facts["workers"]) > 1 else ""
@@ -21,6 +21,7 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str)
     kv_where = " of pinned host memory" if placement.gpus and facts["kv_placement"] == "host" else ""
     lines = {
         "endpoint": endpoint,
+        **({"HTTP": f"{url}/v1"} if url else {}),
         "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
         "workers": f"{facts['workers']} on {facts['device']}{shares}",
         "device": f"{placement.device}, {placement.reason}",
@@ -30,6 +31,7 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str)
         **state_lines(facts),
         "event loop": facts["event_loop"],
         "try": _client_command(endpoint),
+        **({"": _curl_command(url)} if url else {}),
     }
     return f"Ready in {age_s:.1f} s\n" + "\n".join(f"  {key:<12}{value}" for key, value in lines.items())
 
@@ -80,3 +82,8 @@ def _mb(nbytes: str | float) -> str:
 def _client_command(endpoint: str) -> str:
     where = "" if endpoint == DEFAULT_ENDPOINT else f"--endpoint {endpoint} "
     return f'python -m scheduler.client {where}"Once upon a time"'
+
+
+def _curl_command(url: str) -> str:
+    body = '{"prompt": "Once upon a time", "max_tokens": 64}'
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

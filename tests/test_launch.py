@@ -52,6 +52,10 @@ FLAGS = {
     "--copy-engine": "auto",
     "--served-model-name": "",
     "--hf-overrides": "{}",
+    "--http-port": None,
+    "--http-host": "127.0.0.1",
+    "--api-key": "",
+    "--http-max-body-bytes": 32 * 2**20,
     "--prompt": None,
     "--check": False,
     "--log-level": "info",
@@ -243,10 +247,11 @@ def test_who_falls_with_whom() -> None:
         Role("copyengine"),
         Role("worker0", needs=("copyengine",)),
         Role("worker1", needs=("copyengine",)),
-        Role("scheduler", uses=("worker0", "worker1")),
+        Role("scheduler", uses=("worker0", "worker1"), takes_requests=True),
     ]
     thread = Placement((), "thread", "")
-    assert launch.roles(1, thread) == [Role("worker0"), Role("scheduler", uses=("worker0",))]
+    assert launch.roles(1, thread) == [Role("worker0"), Role("scheduler", uses=("worker0",), takes_requests=True)]
+    assert launch.roles(1, thread, http=True)[2:] == [Role("http", calls=("scheduler",), takes_requests=True)]
 
 
 @pytest.mark.parametrize(

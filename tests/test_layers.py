@@ -67,6 +67,7 @@ def test_imports_point_one_way(path: Path) -> None:
             allowed = (
                 *allowed,
                 "config",
+                "http",
                 "client_cli",
                 "check",
                 "live_status",
@@ -78,6 +79,7 @@ def test_imports_point_one_way(path: Path) -> None:
             allowed = (*allowed, "thread", "config")  # --copy-engine thread: the server runs in the worker's process
         if top != "kernels":
             assert rest and rest[0] in allowed, f"{path}: imports {name} across a process line"
+            assert rest[0] != "http" or rest[1:] == ["config"], f"{path}: imports {name} across a process line"
 
 
 @pytest.mark.parametrize("path", [p for p in sources() if p.name == "protocol.py"], ids=module_of)

@@ -24,14 +24,19 @@ from copyengine.wire.lifecycle import EXIT_PEER, Joined, Listening, Peer, PeerLo
 class Role(Struct, frozen=True):
     """One process of the run.
 
-    It is started once all that it `needs` and `uses` listen, with their endpoints. It falls with each that it needs;
-    when one that it uses is started anew, it is told of the new endpoint. Until it is Ready it takes no such word and
-    may wait in vain for one that is dead: so long it falls with what it uses, too, which is no death of its own.
+    It is started once all that it `needs`, `uses` and `calls` listen, with their endpoints. It falls with each that it
+    needs; when one that it uses is started anew, it is told of the new endpoint. Until it is Ready it takes no such
+    word and may wait in vain for one that is dead: so long it falls with what it uses, too, which is no death of its
+    own. One that it calls comes back where it was, and neither is told of the other.
+
+    Who `takes_requests` is asked to finish them when the run is to end.
     """
 
     name: str
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    takes_requests: bool = False
 
 
 class Patience(Struct, frozen=True):
@@ -112,7 +117,7 @@ class Restarts:
     """Takes what is heard of the processes, and the time; says what is to be done."""
 
     def __init__(self, roles: Sequence[Role], patience: Patience) -> None:
-        """`roles` in their order: each after those it needs and uses."""
+        """`roles` in their order: each after those it needs, uses and calls."""
         self.deaths = DeathCount()
         self._patience = patience
         self._places = {role.name: _Place(role) for role in roles}
@@ -131,6 +136,12 @@ class Restarts:
     def endpoint(self, name: str) -> str:
         """Where `name` listens; empty if it does not."""
         return self._places[name].endpoint
+
+    @property
+    def takers(self) -> list[str]:
+        """Who takes requests now."""
+        places = self._places.values()
+        return [place.role.name for place in places if place.role.takes_requests and place.phase == "serving"]
 
     def begin(self, now_s: float) -> list[Action]:
         """The first start."""
@@ -184,7 +195,7 @@ class Restarts:
         actions: list[Action] = []
         for place in self._places.values():
             role = place.role
-            endpoints = {name: self._places[name].endpoint for name in (*role.needs, *role.uses)}
+            endpoints = {name: self._places[name].endpoint for name in (*role.needs, *role.uses, *role.calls)}
             if place.phase == "down" and all(endpoints.values()):
                 place.enter("starting", now_s + self._patience.listen_s)
                 for used in role.uses:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from copyengine.wire.child import Child, Exited, Notice, Notices, Said, Told
-from copyengine.wire.deaths import how_it_ended
+from copyengine.wire.draining import Draining
 from copyengine.wire.lifecycle import Progress, Ready
 from copyengine.wire.restarts import Action, GiveUp, Introduce, Kill, Patience, Restarts, Role, Say, Start, Stop
 
@@ -25,7 +25,7 @@ class Command(NamedTuple):
 
 
 class Supervisor:
-    """The processes of one run. The last role is the one that takes requests, and is asked to drain."""
+    """The processes of one run."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._ready: dict[str, Ready] = {}
 
-    def start(self) -> Ready:
-        """Start all; the last role's Ready.
+    def start(self) -> None:
+        """Start all, until all serve.
 
         PeerTimeout if nothing is heard for too long, PeerDied if one ends, ConfigError or what else a process reports
         as the reason it does not start, KeyboardInterrupt on a signal.
@@ -58,7 +58,10 @@ class Supervisor:
         while not self._restarts.serving:
             if isinstance(self._turn(), Told):
                 raise KeyboardInterrupt
-        return self._ready[self._order[-1]]
+
+    def ready(self, name: str) -> Ready:
+        """What `name` said last when it was ready."""
+        return self._ready[name]
 
     def serve(self) -> int:
         """Start anew what dies, until a signal comes; the exit code. PeerDied if that is given up."""
@@ -135,22 +138,19 @@ class Supervisor:
 
     def _drain(self) -> int:
         """Have running requests finished; nothing is started anew any more. The exit code."""
-        front = self._order[-1]
-        if self._restarts.phase(front) != "serving":  # then no request runs
+        takers = self._restarts.takers
+        if not takers:  # then no request runs
             return 0
         self._say("finishing running requests; a second signal stops at once")
-        self._children[front].drain()
-        code, end_s = 0, time.monotonic() + DRAIN_TIMEOUT_S
-        while (notice := self._next(end_s)) is not None:
-            match notice:
-                case Told():
-                    return code
-                case Exited(name=name, code=0) if name == front:
-                    return code
-                case Exited(name=name, code=ended) if self._restarts.phase(name) != "ending":
-                    self._say(f"error: {name} {how_it_ended(ended)} while draining")
-                    code = 1
-                    if name == front:
-                        return code
-        self._say(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s")
-        return 1
+        for name in takers:
+            self._children[name].drain()
+        draining, end_s = Draining(takers), time.monotonic() + DRAIN_TIMEOUT_S
+        while not draining.over:
+            notice = self._next(end_s)
+            if notice is None:
+                self._say(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s")
+                return 1
+            expected = isinstance(notice, Exited) and self._restarts.phase(notice.name) == "ending"
+            if text := draining.take(notice, expected):
+                self._say(text)
+        return draining.code

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -70,12 +70,13 @@ class Answer:
     PeerTimeout if the engine is gone.
     """
 
-    def __init__(self, client: "Client", request: Generate) -> None:
+    def __init__(self, client: "Client", request: Generate, on_accepted: Callable[[Accepted], object]) -> None:
         self.request_id = request.request_id
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self._client = client
         self._request = request
+        self._on_accepted = on_accepted
         self._iterated = False
 
     async def __aiter__(self) -> AsyncGenerator[Tokens, None]:
@@ -90,6 +91,7 @@ class Answer:
                     match reply:
                         case Accepted():
                             self.accepted = reply
+                            self._on_accepted(reply)
                         case Tokens(text="", token_ids=[]):
                             pass  # it still waits
                         case Tokens():
@@ -155,8 +157,9 @@ class Client:
         messages: Sequence[Message] | None = None,
         sampling: Sampling | None = None,
         request_id: str = "",
+        on_accepted: Callable[[Accepted], object] = lambda _: None,
     ) -> Answer:
-        """An answer to exactly one of a text, token ids or a chat."""
+        """An answer to exactly one of a text, token ids or a chat. `on_accepted` hears that the engine takes it."""
         request = Generate(
             prompt=prompt,
             token_ids=None if token_ids is None else list(token_ids),
@@ -164,7 +167,7 @@ class Client:
             sampling=sampling or Sampling(),
             request_id=request_id or secrets.token_hex(8),
         )
-        return Answer(self, request)
+        return Answer(self, request, on_accepted)
 
     async def abort(self, request_id: str) -> None:
         """End a request of this client's; its answer finishes with reason "abort". No-op if it has ended."""

@@ -19,7 +19,11 @@ from copyengine.wire.supervisor import Command, Supervisor
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
 
 CHILD = "tests.copyengine.wire.lifelike_child"
-ROLES = (Role("copyengine"), Role("worker", needs=("copyengine",)), Role("scheduler", uses=("worker",)))
+ROLES = (
+    Role("copyengine"),
+    Role("worker", needs=("copyengine",)),
+    Role("scheduler", uses=("worker",), takes_requests=True),
+)
 PATIENCE = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience")
 
 
@@ -47,7 +51,8 @@ class Run:
             self.outcome = error
 
     def start(self) -> None:
-        assert self.supervisor.start().facts == {"name": "scheduler"}
+        self.supervisor.start()
+        assert self.supervisor.ready("scheduler").facts == {"name": "scheduler"}
         self._thread.start()
 
     def process(self, name: str) -> psutil.Process:

@@ -1,0 +1,177 @@
+"""The ASGI application: finds a request's route, checks key and body, serves it while its client is there."""
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Receive, Scope, Send
+
+from copyengine.wire.errors import SlotstreamError
+from scheduler.http.answering import TooSlow
+from scheduler.http.errors import ApiError, api_error, draining, internal, invalid, malformed
+from scheduler.http.front import Call, Front, Route
+from scheduler.http.reading import Bodies, ClientLeft, has_body, linger
+
+BODIES_AT_A_TIME = 8
+"""How many bodies of the largest size are held at a time."""
+
+ABORT = "slotstream.abort"
+"""The extension of ASGI's scope under which the server offers what ends a connection at once."""
+
+log = logging.getLogger(__name__)
+
+
+class App:
+    """Serves `routes`. With a `key`, guarded ones only to who brings it."""
+
+    def __init__(self, front: Front, routes: Sequence[Route], key: bytes = b"") -> None:
+        self._front = front
+        self._key = key
+        most = front.config.http_max_body_bytes
+        self._bodies = Bodies(most, BODIES_AT_A_TIME * most)
+        self._routes = [(_pattern(route.path), route) for route in routes]
+        self._decoders = {id(route): msgspec.json.Decoder(route.body) for route in routes if route.body is not None}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One HTTP request, from its headers to the last byte of its answer."""
+        request_id = f"req-{secrets.token_hex(12)}"
+        headers = Headers(scope=scope)
+        try:
+            route, params = self._route(scope["method"], scope["path"])
+            self._check_key(route, headers)
+            if route.serves and self._front.draining:
+                raise draining()
+            _check_type(route, headers)
+            body = await self._bodies.read(headers, receive)
+        except ClientLeft:
+            return
+        except ApiError as error:
+            return await _refuse(error, request_id, headers, scope, receive, send)
+        if route.serves:
+            self._front.begin()
+        try:
+            call = Call(request_id, body, params, QueryParams(scope["query_string"]))
+            await while_there(receive, self._serve(route, call, scope, receive, send))
+        except TooSlow as error:
+            log.warning("%s is given up: %s", request_id, error)
+            scope["extensions"][ABORT]()
+        finally:
+            self._bodies.release(len(body))
+            if route.serves:
+                self._front.end()
+
+    async def _serve(self, route: Route, call: Call[Any], scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the endpoint's response, or the error that it, or the response before its first byte, ends with."""
+        try:
+            call.body = self._decode(route, call.body)
+            response = await route.endpoint(self._front, call)
+            response.headers["x-request-id"] = call.request_id
+            return await response(scope, receive, send)
+        except ApiError as error:
+            response = error.response()
+        except SlotstreamError as error:
+            response = api_error(error, call.request_id).response()
+            log.info("%s %s: %s", call.request_id, response.status_code, error)
+        except TooSlow:
+            raise
+        except Exception:
+            log.exception("%s %s failed", call.request_id, route.path)
+            response = internal(call.request_id).response()
+        response.headers["x-request-id"] = call.request_id
+        await response(scope, receive, send)
+
+    def _decode(self, route: Route, body: bytes) -> Any:
+        decoder = self._decoders.get(id(route))
+        if decoder is None:
+            return None
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise malformed(error) from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply", code="malformed_json") from None
+        except UnicodeDecodeError as error:
+            raise invalid(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from None
+
+    def _route(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
+        allowed = set()
+        for pattern, route in self._routes:
+            match = pattern.fullmatch(path)
+            if match and method in (route.method, "HEAD" if route.method == "GET" else route.method):
+                return route, match.groupdict()
+            if match:
+                allowed.add(route.method)
+        if not allowed:
+            raise ApiError(404, "not_found_error", f"there is nothing at {path[:200]}", code="not_found")
+        text = f"{path[:200]} takes {' and '.join(sorted(allowed))}, not {method[:20]}"
+        error = ApiError(405, "invalid_request_error", text, code="method_not_allowed")
+        error.headers["allow"] = ", ".join(sorted(allowed))
+        raise error
+
+    def _check_key(self, route: Route, headers: Headers) -> None:
+        if not self._key or not route.guarded:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+            error = ApiError(
+                401,
+                "authentication_error",
+                "a key is needed, and this is not it" if key else "send the key as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+            error.headers["www-authenticate"] = "Bearer"
+            raise error
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """What matches `path`, in which `{name}` stands for anything, slashes too: names of models have them."""
+    parts = re.split(r"\{(\w+)\}", path)
+    return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+
+
+def _check_type(route: Route, headers: Headers) -> None:
+    """A page of another site that is open in a browser on this machine may send other types unasked."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if route.body is not None and kind != "application/json":
+        text = f"the body must be JSON, with Content-Type: application/json, not {kind or 'none'}"
+        raise ApiError(415, "invalid_request_error", text, code="unsupported_media_type")
+
+
+async def _refuse(
+    error: ApiError, request_id: str, headers: Headers, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a request whose body was not read to its end."""
+    response = error.response()
+    response.headers["x-request-id"] = request_id
+    if not has_body(headers):
+        return await response(scope, receive, send)
+    response.headers["connection"] = "close"
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await linger(receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, whose errors are raised, and cancel it when the client leaves."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

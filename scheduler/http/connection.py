@@ -1,0 +1,102 @@
+"""One HTTP connection: uvicorn's protocol, with limits on what a client may leave undone."""
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from scheduler.http.app import ABORT
+
+MAX_CONNECTIONS = 1000
+"""Connections that are served at a time; a further one is told 503 and closed."""
+
+HEADERS_S = 30.0
+"""Seconds within which a request's headers must have arrived, from the connection or from their first byte on."""
+
+MAX_HEADERS_NBYTES = 64 * 2**10
+
+KEEP_ALIVE_S = 30
+"""Seconds that a connection without a request is kept."""
+
+UNREAD_S = 60.0
+"""Seconds after which a connection is ended if of the answer's last bytes fewer than UNREAD_NBYTES were read."""
+
+UNREAD_NBYTES = 64 * 2**10
+
+WATCH_S = 5.0
+"""How often a connection's limits of time are looked at."""
+
+
+class Connection(HttpToolsProtocol):
+    """See the limits above. What uvicorn answers by itself has OpenAI's shape here."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin, unless there are too many."""
+        super().connection_made(transport)
+        self._headers_nbytes = 0
+        self._reading_since_s: float | None = self.loop.time()  # headers; None while none are awaited
+        self._unread_nbytes = 0
+        self._unread_since_s = self.loop.time()
+        self._watching = self.loop.call_later(WATCH_S, self._watch)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse("503 Service Unavailable", "service_unavailable", "overloaded", "too many connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the watch too."""
+        self._watching.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count bytes as long as they belong to headers."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            if self._reading_since_s is None:
+                self._reading_since_s, self._headers_nbytes = self.loop.time(), 0
+            self._headers_nbytes += len(data)
+        super().data_received(data)
+        if self._reading_since_s is not None and self._headers_nbytes > MAX_HEADERS_NBYTES:
+            self._refuse(
+                "431 Request Header Fields Too Large",
+                "invalid_request_error",
+                "headers_too_large",
+                f"the headers have more than {MAX_HEADERS_NBYTES} bytes",
+            )
+
+    def on_message_begin(self) -> None:
+        """Offer the app what ends the connection at once."""
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_headers_complete(self) -> None:
+        """They are there."""
+        self._reading_since_s = None
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What was sent is no HTTP."""
+        self._refuse("400 Bad Request", "invalid_request_error", "malformed_http", "this is not HTTP/1.1")
+
+    def _refuse(self, status: str, kind: str, code: str, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:  # else it would land in the middle of an answer
+            error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
+            body = json.dumps({"error": error})
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{body}".encode())
+        self.transport.close()
+
+    def _watch(self) -> None:
+        now_s = self.loop.time()
+        self._watching = self.loop.call_later(WATCH_S, self._watch)
+        if self._reading_since_s is not None and now_s - self._reading_since_s > HEADERS_S:
+            self._reading_since_s = None
+            self._refuse("408 Request Timeout", "invalid_request_error", "headers_timeout", "no headers came in time")
+        unread = self.transport.get_write_buffer_size()
+        answering = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+        if answering or not unread or unread <= self._unread_nbytes - UNREAD_NBYTES:
+            self._unread_nbytes, self._unread_since_s = unread, now_s
+        elif now_s - self._unread_since_s > UNREAD_S:
+            self.transport.abort()

@@ -1,0 +1,162 @@
+"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+import re
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+
+from copyengine.wire.errors import PeerError, PeerTimeout, RequestRefused, SlotstreamError
+
+Kind = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "not_found_error",
+    "rate_limit_error",
+    "service_unavailable",
+    "server_error",
+]
+
+RETRY_QUEUE_S = 1
+RETRY_START_S = 5
+"""Retry-After, in seconds: of a queue that is full, of an engine that loads or restarts."""
+
+
+class ErrorBody(Struct, frozen=True):
+    """What went wrong. `param` names the field of the request that is wrong, `code` is for programs."""
+
+    message: str
+    type: Kind
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Struct, frozen=True):
+    """The body of every answer that is an error, and the data of an error in a stream."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """One HTTP request ends with `status` and `body`."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: Kind,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        close: bool = False,
+    ) -> None:
+        """`close`: the connection is of no use any more, since what the client sends on it was not read."""
+        super().__init__(f"{status} {code}: {message}")
+        self.status = status
+        self.body = ErrorReply(ErrorBody(message, kind, param, code))
+        self.headers: dict[str, str] = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        if close:
+            self.headers["connection"] = "close"
+
+    def encode(self) -> bytes:
+        """The body as JSON."""
+        return msgspec.json.encode(self.body)
+
+    def response(self) -> Response:
+        """The answer of a request that has had none yet."""
+        return Response(self.encode(), self.status, self.headers, "application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request itself is wrong."""
+    return ApiError(400, "invalid_request_error", message, param=param, code=code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """400: a field asks for what we do not have."""
+    return invalid(f"{param} is not supported: {why}", param, "unsupported_parameter")
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: another model than the one served is asked for."""
+    message = f"The model {name!r} does not exist; this engine serves {served!r}"
+    return ApiError(404, "not_found_error", message, param="model", code="model_not_found")
+
+
+def draining() -> ApiError:
+    """503: the engine is stopping."""
+    return _unavailable("draining", "the engine finishes what runs and takes nothing new")
+
+
+def internal(request_id: str) -> ApiError:
+    """500: a bug of ours, of which the log has the details under the id."""
+    return ApiError(500, "server_error", f"internal error; the engine's log has it under {request_id}", code="internal")
+
+
+def malformed(error: msgspec.DecodeError) -> ApiError:
+    """400: a body that is no JSON, or not what the endpoint takes."""
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return invalid(f"the body is not valid JSON: {text}", code="malformed_json")
+    reason, _, place = text.replace("`", "'").partition(" - at ")
+    unknown = re.search(r"unknown field '(.*)'", reason, re.DOTALL)
+    field = place.strip("'").removeprefix("$").removeprefix(".")
+    if unknown:
+        param = f"{field}.{unknown[1]}" if field else unknown[1]
+        return invalid(f"{param} is not supported: no such field is known", param, "unsupported_parameter")
+    missing = re.search(r"missing required field '(.*)'", reason)
+    if missing:
+        param = f"{field}.{missing[1]}" if field else missing[1]
+        return invalid(f"{param} is required", param, "missing_required_parameter")
+    return invalid(f"{field}: {reason}" if field else reason, field or None)
+
+
+_PATHS = re.compile(r"(?<![\w/.:])(?:[A-Za-z]:[\\/]|\\\\|~/|/)[^\s'\",;:)]+")
+"""What looks like a path of a machine."""
+
+
+def without_paths(text: str) -> str:
+    """`text` without what looks like a path: who asks over HTTP need not know this machine's files."""
+    return _PATHS.sub("(a file)", text)
+
+
+def api_error(error: SlotstreamError, request_id: str) -> ApiError:
+    """What the client is told of an error of the engine's.
+
+    Of what is the client's own doing it learns the words; of what is not, which may name files of this machine, only
+    the kind. Those words are the log's.
+    """
+    if isinstance(error, RequestRefused):
+        return _refused(error, request_id)
+    if isinstance(error, PeerTimeout):
+        return _unavailable("engine_silent", "the engine did not answer in time")
+    if isinstance(error, PeerError):
+        return _unavailable("engine_gone", "the engine is gone, and is started anew if launch.py started it")
+    return internal(request_id)
+
+
+def _refused(error: RequestRefused, request_id: str) -> ApiError:
+    match error.code:
+        case "invalid_request" | "no_tokenizer" | "no_chat_template" | "encode_timeout" | "invalid_grammar":
+            return invalid(without_paths(error.detail), code=error.code)
+        case "context_length_exceeded":
+            return invalid(without_paths(error.detail), code=error.code)
+        case "queue_full":
+            message = without_paths(error.detail)
+            return ApiError(429, "rate_limit_error", message, code=error.code, retry_after_s=RETRY_QUEUE_S)
+        case "not_ready":
+            return _unavailable(error.code, "the model is still loading, or a worker is started anew")
+        case "draining":
+            return draining()
+        case "worker_failed":
+            return _unavailable(error.code, "the worker that computed the answer failed; ask again")
+        case "bad_logits":
+            message = "the model computed something that is no number for this prompt"
+            return ApiError(500, "server_error", message, code=error.code)
+    return internal(request_id)
+
+
+def _unavailable(code: str, message: str) -> ApiError:
+    return ApiError(503, "service_unavailable", message, code=code, retry_after_s=RETRY_START_S)

@@ -1,0 +1,113 @@
+"""What every endpoint works with, and what an endpoint is."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+
+from scheduler.client import Client
+from scheduler.encoding import Encoder
+from scheduler.http.answering import Observer, Unobserved
+from scheduler.http.config import HttpConfig
+from scheduler.http.errors import unknown_model
+from scheduler.tokenize import TextCodec
+
+B = TypeVar("B")
+
+
+class Front:
+    """What every endpoint works with.
+
+    - `client`: the connection to the scheduler, for `Answering` and for what endpoints ask themselves.
+    - `text`: the checkpoint's tokenizer and chat template. Use it through `encode`, which keeps it off the event loop.
+    - `model`: the name under which the model is served; `check_model` compares a request's with it.
+    - `observe`: makes the Observer of one choice, for `Answering`.
+    - `created_s`: when the front started, in seconds since the epoch, as /v1/models states it.
+    - `draining`: true from SIGTERM on. The app refuses requests then, so endpoints need not look, but for health.
+    """
+
+    def __init__(
+        self,
+        config: HttpConfig,
+        client: Client,
+        text: TextCodec,
+        model: str,
+        observe: Callable[[], Observer] = Unobserved,
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.text = text
+        self.model = model
+        self.observe = observe
+        self.created_s = int(time.time())
+        self.draining = False
+        self._encoder = Encoder()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 if a request's `model` is another one; without any the one that is served is meant."""
+        if name is not None and name != self.model:
+            raise unknown_model(name, self.model)
+
+    async def encode(self, encode: Callable[[], list[int]]) -> list[int]:
+        """What `encode` returns or raises, from a thread. RequestRefused("encode_timeout") if it takes too long."""
+        return await self._encoder.run(encode, lambda: None)
+
+    def begin(self) -> None:
+        """A request that a drain waits for begins."""
+        self._running += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        """Such a request has its whole answer, or its client has left."""
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Have requests refused from now on; returns when those that run have ended."""
+        self.draining = True
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Texts that wait to be encoded are given up."""
+        self._encoder.close()
+
+
+class Call(Generic[B]):
+    """One HTTP request as an endpoint sees it.
+
+    `request_id` is what the answer's x-request-id says, `body` the decoded Struct that its Route names (None without
+    one), `params` what the path's `{name}` stand for.
+    """
+
+    def __init__(self, request_id: str, body: B, params: dict[str, str], query: QueryParams) -> None:
+        self.request_id = request_id
+        self.body = body
+        self.params = params
+        self.query = query
+
+
+class Route(Struct, frozen=True):
+    """One operation, and what its description in OpenAPI is made from.
+
+    `endpoint(front, call)` returns the response or raises ApiError or SlotstreamError. It is cancelled when the client
+    leaves. `body` is the Struct (or union) that the JSON body is decoded to, which refuses unknown fields by itself;
+    `reply` that of the 200 answer. Of a route that is not `guarded` no key is asked; one that does not `serve` answers
+    while the engine drains, and no drain waits for it.
+    """
+
+    method: str
+    path: str
+    endpoint: Callable[[Front, Call[Any]], Awaitable[Response]]
+    about: str
+    body: Any = None
+    reply: Any = None
+    guarded: bool = True
+    serves: bool = True

@@ -1,0 +1,83 @@
+"""The fields by which completions and chats alike say how answers are drawn."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from scheduler.http.errors import invalid
+from scheduler.protocol import Sampling
+from scheduler.validate import SEEDS
+
+MAX_CHOICES = 128
+"""Answers that one HTTP request may ask for, over all of its prompts."""
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage`: the last event before [DONE] has the usage and no choices."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Null means the same as leaving a field out. See protocol.Sampling of what they mean."""
+
+    model: Annotated[str | None, Meta(description="the served model's name")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int | None, Meta(description="answers to each prompt")] = None
+    temperature: Annotated[float | None, Meta(description="1 if not given; 0 is greedy")] = None
+    top_p: float | None = None
+    top_k: Annotated[int | None, Meta(description="-1 or 0 is off")] = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: Annotated[str | None, Meta(description="a label of the client's; nothing depends on it")] = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage. ApiError if that is asked of what is no stream."""
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise invalid("stream_options is only for stream: true", "stream_options")
+        return bool(self.stream_options.include_usage)
+
+
+def sampling_of(fields: SamplingFields, prompts: int, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """What the engine is asked for. What is out of range the engine itself refuses, by its name.
+
+    ApiError if `prompts` times n are too many.
+    """
+    n = 1 if fields.n is None else fields.n
+    if n > 0 and prompts * n > MAX_CHOICES:
+        raise invalid(f"{prompts} prompts with n {n} each are more than {MAX_CHOICES} answers", "n")
+    seed = fields.seed
+    if seed is not None and -SEEDS <= seed < 0:  # what OpenAI takes
+        seed += SEEDS
+    return Sampling(
+        temperature=_given(fields.temperature, 1.0),
+        top_p=_given(fields.top_p, 1.0),
+        top_k=0 if fields.top_k in (None, -1) else fields.top_k,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
+        stop_token_ids=fields.stop_token_ids or [],
+        ignore_eos=bool(fields.ignore_eos),
+        min_p=_given(fields.min_p, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        logit_bias=fields.logit_bias or {},
+        logprobs=logprobs,
+        n=n,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,51 @@
+"""The front's socket side: uvicorn inside our own event loop, from the first connection to the last."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from scheduler.http.connection import KEEP_ALIVE_S, Connection
+
+STOP_NOTICE_S = 1
+"""Seconds that answers have to be written when the process stops."""
+
+
+class HttpServer(uvicorn.Server):
+    """Serves `app` on a socket that listens already. Signals are the process's business."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_NOTICE_S,
+            )
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what junk clients send is no news
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone."""
+        yield
+
+    async def run_on(self, listener: socket.socket) -> None:
+        """Serve until cancelled; then connections are closed, with what has been written to them."""
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            self.should_exit = True
+            await serving
+            raise

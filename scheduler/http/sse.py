@@ -1,0 +1,81 @@
+"""Answers that are sent while they are made: server-sent events, `data: JSON` and a blank line each."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from copyengine.wire.errors import SlotstreamError
+from scheduler.http.answering import TooSlow
+from scheduler.http.errors import ApiError, api_error, internal
+
+WRITE_S = 60.0
+"""Seconds after which an event that cannot be written ends its request: what was written before it, 64 KiB and what the
+system holds, was not read meanwhile."""
+
+DONE = b"data: [DONE]\n\n"
+
+log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: object) -> bytes:
+    """One event with `data` as JSON."""
+    return b"data: %b\n\n" % _encode(data)
+
+
+class EventStream(Response):
+    """Sends what `events` yields, each at once.
+
+    `events` is begun by whoever serves the response, and closed whatever happens. What it raises before it first yields
+    is the HTTP request's error, so it should yield, if only b"", as soon as nothing can be refused any more; what it
+    raises later is sent as an event with `error`, and ends the stream without [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], request_id: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._request_id = request_id
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises what `events` raises before the first event, and TooSlow."""
+        async with contextlib.aclosing(self._events) as events:
+            body = await anext(events)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await write(send, body)
+                async for body in events:
+                    await write(send, body)
+            except TooSlow:
+                raise
+            except Exception as error:
+                await write(send, event(self._told(error).body))
+        await write(send, b"", more=False)
+
+    def _told(self, error: Exception) -> ApiError:
+        match error:
+            case ApiError():
+                return error
+            case SlotstreamError():
+                told = api_error(error, self._request_id)
+                log.info("%s ended while it was streamed: %s", self._request_id, error)
+                return told
+        log.exception("%s failed while it was streamed", self._request_id)
+        return internal(self._request_id)
+
+
+async def write(send: Send, body: bytes, more: bool = True) -> None:
+    """Send a part of a body. TooSlow after WRITE_S."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+    except TimeoutError:
+        raise TooSlow(f"an event could not be written for {WRITE_S:g} s") from None
