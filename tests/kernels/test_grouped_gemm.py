@@ -356,7 +356,7 @@ EACH_BLOCK_M = {1: 1, 16: 100, 32: 1000, 64: 2000, 128: 5000}
 def expect_tiles_fit(
     capability: int, kind: ExpertFormat, geometry: tuple[int, int], tokens: int, stack_nbytes: int = 0
 ) -> list[str]:
-    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts, which fit the GPU and spill no register."""
+    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts, which fit the GPU, and the stack no more."""
     from kernels.grouped_gemm import tri, tri_few
     from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
 
@@ -394,10 +394,14 @@ def test_the_largest_tiles_fit_99_kib_of_shared_memory(kind: str) -> None:
 @pytest.mark.parametrize("capability", [80, 86, 89, 120])
 @pytest.mark.parametrize("kind", COMPILED)
 def test_every_tile_fits_gpus_without_warpgroup_instructions(kind: str, capability: int) -> None:
-    """Against shared memory and registers, in sizes that are and that are no multiples of what a step takes."""
+    """Against shared memory and registers, in sizes that are and that are no multiples of what a step takes.
+
+    Up to eight registers of a thread may go to the stack, as some do by Triton 3.7; what does not fit takes hundreds of
+    bytes.
+    """
     pytest.importorskip("triton")
     for geometry, tokens in itertools.product(((2560, 640), (2880, 2880), (1024, 736)), EACH_BLOCK_M.values()):
-        expect_tiles_fit(capability, COMPILED[kind], geometry, tokens)
+        expect_tiles_fit(capability, COMPILED[kind], geometry, tokens, stack_nbytes=32)
 
 
 @pytest.mark.slow
