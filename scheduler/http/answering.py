@@ -54,19 +54,6 @@ class Observer(Protocol):
         """`reason` is "stop", "length", "abort" if the client left, or "error"; `end` has the first two's figures."""
 
 
-class Unobserved:
-    """An Observer to whom it is all the same."""
-
-    def began(self, prompt_tokens: int) -> None:
-        """No-op."""
-
-    def token(self, count: int) -> None:
-        """No-op."""
-
-    def ended(self, reason: str, end: Choice | None) -> None:
-        """No-op."""
-
-
 class TooSlow(Exception):
     """The client reads so slowly that it is given up. Its connection is of no use any more."""
 

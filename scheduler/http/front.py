@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from scheduler.client import Client
 from scheduler.encoding import Encoder
-from scheduler.http.answering import Observer, Unobserved
 from scheduler.http.config import HttpConfig
 from scheduler.http.errors import unknown_model
+from scheduler.http.metrics import Metrics
 from scheduler.tokenize import TextCodec
 
 B = TypeVar("B")
@@ -25,24 +25,18 @@ class Front:
     - `client`: the connection to the scheduler, for `Answering` and for what endpoints ask themselves.
     - `text`: the checkpoint's tokenizer and chat template. Use it through `encode`, which keeps it off the event loop.
     - `model`: the name under which the model is served; `check_model` compares a request's with it.
-    - `observe`: makes the Observer of one choice, for `Answering`.
+    - `observe`: makes the Observer of one choice, for `Answering`; `metrics` has what they saw.
     - `created_s`: when the front started, in seconds since the epoch, as /v1/models states it.
     - `draining`: true from SIGTERM on. The app refuses requests then, so endpoints need not look, but for health.
     """
 
-    def __init__(
-        self,
-        config: HttpConfig,
-        client: Client,
-        text: TextCodec,
-        model: str,
-        observe: Callable[[], Observer] = Unobserved,
-    ) -> None:
+    def __init__(self, config: HttpConfig, client: Client, text: TextCodec, model: str) -> None:
         self.config = config
         self.client = client
         self.text = text
         self.model = model
-        self.observe = observe
+        self.metrics = Metrics(model)
+        self.observe = self.metrics.observe
         self.created_s = int(time.time())
         self.draining = False
         self._encoder = Encoder()

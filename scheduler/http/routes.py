@@ -1,6 +1,6 @@
 """All that is served."""
 
-from scheduler.http import completions, health, models
+from scheduler.http import completions, health, models, observing
 from scheduler.http.front import Route
 
-ROUTES: list[Route] = [*completions.ROUTES, *models.ROUTES, *health.ROUTES]
+ROUTES: list[Route] = [*completions.ROUTES, *models.ROUTES, *health.ROUTES, *observing.ROUTES]
