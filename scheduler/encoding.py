@@ -4,9 +4,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from copyengine.wire.errors import RequestRefused
 from scheduler.ticket import KEEPALIVE_S
+
+T = TypeVar("T")
 
 ENCODE_S = 60.0
 """Seconds that a text may take to become tokens, its wait for a thread included; 4 MB of it that became 1.2 M tokens
@@ -27,14 +30,14 @@ class Encoder:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, "encode")
 
-    async def run(self, encode: Callable[[], list[int]], still_waits: Callable[[], None]) -> list[int]:
+    async def run(self, encode: Callable[[], T], still_waits: Callable[[], None]) -> T:
         """What `encode()` returns or raises. `still_waits` is called every KEEPALIVE_S; an error of it ends the wait.
 
         RequestRefused("encode_timeout") after ENCODE_S.
         """
         begun = threading.Event()
 
-        def work() -> list[int]:
+        def work() -> T:
             begun.set()
             return encode()
 

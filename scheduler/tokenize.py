@@ -89,6 +89,14 @@ class TextCodec:
         """The id of the token that stands for exactly `text`, whatever is around it; None if there is none."""
         return self._added.get(text)
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Their text, special tokens included. RequestRefused if there is no tokenizer, or no such token."""
+        tokenizer = self._text_tokenizer()
+        for i, token in enumerate(token_ids):
+            if not 0 <= token < 2**31 or tokenizer.id_to_token(token) is None:
+                raise RequestRefused("invalid_request", f"tokens[{i}] = {token} is no token of this model")
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
     def detokenizer(self) -> Detokenizer | NoText:
         """A fresh detokenizer for one answer."""
         return Detokenizer(self._tokenizer, self._special) if self._tokenizer else NoText()

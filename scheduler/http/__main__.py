@@ -54,6 +54,7 @@ async def _serve(front: Front, app: App, listener: socket.socket, orders: Orders
             server.result()
         return 0
     finally:
+        front.end()
         drained.cancel()
         server.cancel()
         await asyncio.wait({server, drained})

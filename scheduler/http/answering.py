@@ -62,7 +62,7 @@ class Answering:
     """The answers to some prompts. Choice j of prompt i, of which all have n choices, has number `i * n + j`.
 
     ```python
-    async with Answering(front.client, prompts, front.observe) as answering:
+    async with front.answer(prompts, request_id) as answering:
         await answering.accepted()
         async for batch in answering:
             for event in batch:
@@ -76,13 +76,22 @@ class Answering:
     """
 
     def __init__(
-        self, client: Client, prompts: Sequence[Prompt], observe: Callable[[], Observer], request_id: str = ""
+        self,
+        client: Client,
+        prompts: Sequence[Prompt],
+        observe: Callable[[], Observer],
+        request_id: str = "",
+        running: "set[Answering] | None" = None,
     ) -> None:
-        """`observe` makes an Observer of one choice. The engine's log calls the prompts `request_id` and a number."""
+        """`observe` makes an Observer of one choice. The engine's log calls the prompts `request_id` and a number.
+        While it runs it is among `running`.
+        """
         self._client = client
         self._prompts = prompts
         self._observe = observe
         self._request_id = request_id
+        self._running = set() if running is None else running
+        self._failure: SlotstreamError | None = None
         self._pumps: list[asyncio.Task[None]] = []
         self._events: list[Piece | End] = []
         self._waiting_tokens = 0
@@ -98,6 +107,7 @@ class Answering:
         return Usage(**{name: sum(getattr(usage, name) for usage in self._usages) for name in names})
 
     async def __aenter__(self) -> Self:
+        self._running.add(self)
         for i, prompt in enumerate(self._prompts):
             self._pumps.append(asyncio.create_task(self._pump(i, prompt)))
         return self
@@ -105,6 +115,7 @@ class Answering:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._running.discard(self)
         for pump in self._pumps:
             pump.cancel()
         if self._pumps:
@@ -112,6 +123,11 @@ class Answering:
         for pump in self._pumps:
             if not pump.cancelled():
                 pump.exception()  # it is known, or of no interest any more
+
+    def fail(self, error: SlotstreamError) -> None:
+        """Have `error` raised to whoever waits for pieces."""
+        self._failure = error
+        self._stirred.set()
 
     async def accepted(self) -> None:
         """Wait until the engine has taken all prompts."""
@@ -128,7 +144,9 @@ class Answering:
                 await self._stir()
 
     async def _stir(self) -> None:
-        """Wait until something has changed. Raises what a pump has ended with."""
+        """Wait until something has changed. Raises what a pump has ended with, or `fail` was told."""
+        if self._failure:
+            raise self._failure
         self._stirred.clear()
         for pump in self._pumps:
             if pump.done():

@@ -61,10 +61,14 @@ class App:
         except TooSlow as error:
             log.warning("%s is given up: %s", request_id, error)
             scope["extensions"][ABORT]()
+        except asyncio.CancelledError:
+            if not self._front.draining:
+                raise
+            scope["extensions"][ABORT]()  # the process ends, and this request had not come to anything
         finally:
             self._bodies.release(len(body))
             if route.serves:
-                self._front.end()
+                self._front.done()
 
     async def _serve(self, route: Route, call: Call[Any], scope: Scope, receive: Receive, send: Send) -> None:
         """Send the endpoint's response, or the error that it, or the response before its first byte, ends with."""
@@ -170,6 +174,9 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         leaving.cancel()
         working.cancel()
         await asyncio.wait({working, leaving})
+        for task in (working, leaving):
+            if not task.cancelled():
+                task.exception()  # raised above, or of no interest any more
 
 
 async def _left(receive: Receive) -> None:

@@ -68,11 +68,12 @@ async def create_completion(front: Front, call: Call[CompletionRequest]) -> Resp
     front.check_model(request.model)
     _check(request)
     include_usage = request.includes_usage
+    engine = await front.engine.serving()
     parts = _parts(request.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     sampling = sampling_of(request, len(parts), max_tokens, request.logprobs)
-    prompts = [Prompt(await _token_ids(front, part), sampling) for part in parts]
-    answering = Answering(front.client, prompts, front.observe, call.request_id)
+    prompts = [Prompt(await _token_ids(front, part, engine.max_model_len), sampling) for part in parts]
+    answering = front.answer(prompts, call.request_id)
     completion = _Completion(front.model)
     if request.stream:
         return EventStream(_events(answering, completion, include_usage), call.request_id)
@@ -186,10 +187,10 @@ def _parts(prompt: Any) -> list[str | list[int]]:
     return [prompt] if kinds == {int} else list(prompt)
 
 
-async def _token_ids(front: Front, part: str | list[int]) -> list[int]:
+async def _token_ids(front: Front, part: str | list[int], max_tokens: int) -> list[int]:
     if isinstance(part, list):
         return part
-    return await front.encode(lambda: front.text.encode_prompt(part))
+    return await front.encode(lambda: front.text.encode_prompt(part, max_tokens))
 
 
 ROUTES = [

@@ -8,6 +8,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from copyengine.wire.errors import PeerError, PeerTimeout, RequestRefused, SlotstreamError
+from scheduler.protocol import HealthReply, Sampling
 
 Kind = Literal[
     "invalid_request_error",
@@ -85,6 +86,32 @@ def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(404, "not_found_error", message, param="model", code="model_not_found")
 
 
+def engine_unavailable(health: HealthReply | None) -> ApiError:
+    """503: the engine takes no requests now, as it says itself, or does not answer (None)."""
+    if health is None:
+        return _unavailable("engine_silent", "the engine does not answer: it is started anew, or busy beyond measure")
+    match health.phase:
+        case "loading":
+            return _unavailable("not_ready", f"the model is still loading{progress_of(health)}")
+        case "restarting":
+            return _unavailable("not_ready", f"a worker is started anew{progress_of(health)}")
+        case "draining":
+            return draining()
+    return _unavailable("dead", "no worker lives")
+
+
+def not_loaded() -> ApiError:
+    """503: something about the model is not known yet."""
+    return _unavailable("not_ready", "the model is still loading")
+
+
+def progress_of(health: HealthReply) -> str:
+    """How far a load is, in words that follow others; empty if nothing is known."""
+    if not health.total_nbytes:
+        return f": {health.loading}" if health.loading else ""
+    return f": {health.loading}, {health.done_nbytes / 1e6:,.0f} of {health.total_nbytes / 1e6:,.0f} MB"
+
+
 def draining() -> ApiError:
     """503: the engine is stopping."""
     return _unavailable("draining", "the engine finishes what runs and takes nothing new")
@@ -140,7 +167,7 @@ def api_error(error: SlotstreamError, request_id: str) -> ApiError:
 def _refused(error: RequestRefused, request_id: str) -> ApiError:
     match error.code:
         case "invalid_request" | "no_tokenizer" | "no_chat_template" | "encode_timeout" | "invalid_grammar":
-            return invalid(without_paths(error.detail), code=error.code)
+            return invalid(without_paths(error.detail), _field(error.detail), error.code)
         case "context_length_exceeded":
             return invalid(without_paths(error.detail), code=error.code)
         case "queue_full":
@@ -160,3 +187,9 @@ def _refused(error: RequestRefused, request_id: str) -> ApiError:
 
 def _unavailable(code: str, message: str) -> ApiError:
     return ApiError(503, "service_unavailable", message, code=code, retry_after_s=RETRY_START_S)
+
+
+def _field(detail: str) -> str | None:
+    """The field that the engine complains of: it names it first."""
+    name = re.match(r"\w*", detail)
+    return name[0] if name and name[0] in Sampling.__struct_fields__ else None

@@ -2,21 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
+from copyengine.wire.errors import RequestRefused
 from scheduler.client import Client
 from scheduler.encoding import Encoder
+from scheduler.http.answering import Answering, Prompt
 from scheduler.http.config import HttpConfig
+from scheduler.http.engine_state import EngineState
 from scheduler.http.errors import unknown_model
 from scheduler.http.metrics import Metrics
 from scheduler.tokenize import TextCodec
 
 B = TypeVar("B")
+T = TypeVar("T")
 
 
 class Front:
@@ -26,6 +30,7 @@ class Front:
     - `text`: the checkpoint's tokenizer and chat template. Use it through `encode`, which keeps it off the event loop.
     - `model`: the name under which the model is served; `check_model` compares a request's with it.
     - `observe`: makes the Observer of one choice, for `Answering`; `metrics` has what they saw.
+    - `engine`: whether it takes requests, and how long one may be.
     - `created_s`: when the front started, in seconds since the epoch, as /v1/models states it.
     - `draining`: true from SIGTERM on. The app refuses requests then, so endpoints need not look, but for health.
     """
@@ -37,28 +42,34 @@ class Front:
         self.model = model
         self.metrics = Metrics(model)
         self.observe = self.metrics.observe
+        self.engine = EngineState(client.health)
         self.created_s = int(time.time())
         self.draining = False
         self._encoder = Encoder()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._answering: set[Answering] = set()
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 if a request's `model` is another one; without any the one that is served is meant."""
         if name is not None and name != self.model:
             raise unknown_model(name, self.model)
 
-    async def encode(self, encode: Callable[[], list[int]]) -> list[int]:
+    async def encode(self, encode: Callable[[], T]) -> T:
         """What `encode` returns or raises, from a thread. RequestRefused("encode_timeout") if it takes too long."""
         return await self._encoder.run(encode, lambda: None)
+
+    def answer(self, prompts: Sequence[Prompt], request_id: str) -> Answering:
+        """What runs `prompts`, which all have the same n; see Answering of its use."""
+        return Answering(self.client, prompts, self.observe, request_id, self._answering)
 
     def begin(self) -> None:
         """A request that a drain waits for begins."""
         self._running += 1
         self._idle.clear()
 
-    def end(self) -> None:
+    def done(self) -> None:
         """Such a request has its whole answer, or its client has left."""
         self._running -= 1
         if not self._running:
@@ -68,6 +79,12 @@ class Front:
         """Have requests refused from now on; returns when those that run have ended."""
         self.draining = True
         await self._idle.wait()
+
+    def end(self) -> None:
+        """Have requests refused from now on, and end those that run with an error."""
+        self.draining = True
+        for answering in list(self._answering):
+            answering.fail(RequestRefused("draining", "the engine is stopping"))
 
     def close(self) -> None:
         """Texts that wait to be encoded are given up."""

@@ -5,13 +5,11 @@ from typing import Literal
 from msgspec import Struct
 from starlette.responses import Response
 
-from copyengine.wire.errors import SlotstreamError
-from scheduler.http.errors import RETRY_START_S
+from copyengine.wire.errors import PeerError
+from scheduler.http.engine_state import HEALTH_S
+from scheduler.http.errors import RETRY_START_S, without_paths
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.models import json_response
-
-HEALTH_S = 1.0
-"""Seconds within which the scheduler says how it is."""
 
 
 class LiveReply(Struct, frozen=True):
@@ -21,11 +19,19 @@ class LiveReply(Struct, frozen=True):
 
 
 class ReadyReply(Struct, frozen=True):
-    """`phase` is "ready", or why no request would be accepted: the engine's own word, or "unreachable"."""
+    """`phase` is "ready", or why no request would be accepted: the engine's own word, or "unreachable".
+
+    `loading` names what is being read or allocated, of which `done_nbytes` of `total_nbytes` are through. `detail` says
+    more.
+    """
 
     ready: bool
     phase: str
     model: str
+    loading: str = ""
+    done_nbytes: int = 0
+    total_nbytes: int = 0
+    detail: str = ""
 
 
 async def live(front: Front, call: Call[None]) -> Response:
@@ -43,12 +49,20 @@ async def ready(front: Front, call: Call[None]) -> Response:
 
 async def _state(front: Front) -> ReadyReply:
     if front.draining:
-        return ReadyReply(False, "draining", front.model)
+        return ReadyReply(False, "draining", front.model, detail="what runs is finished, nothing new is taken")
     try:
-        health = await front.client.health(HEALTH_S)
-    except SlotstreamError:
-        return ReadyReply(False, "unreachable", front.model)
-    return ReadyReply(health.ready, health.phase, front.model)
+        health = await front.engine.ask()
+    except PeerError:
+        return ReadyReply(False, "unreachable", front.model, detail=f"no answer within {HEALTH_S:g} s")
+    return ReadyReply(
+        health.ready,
+        health.phase,
+        front.model,
+        health.loading,
+        health.done_nbytes,
+        health.total_nbytes,
+        without_paths(health.detail),
+    )
 
 
 ROUTES = [

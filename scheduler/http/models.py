@@ -1,5 +1,6 @@
-"""What is served: /v1/models, /version, and its tokenizer: /tokenize, /detokenize."""
+"""What is served: /v1/models and /version."""
 
+from importlib import metadata
 from typing import Literal
 
 import msgspec
@@ -11,10 +12,12 @@ from scheduler.http.front import Call, Front, Route
 
 
 class ModelReply(Struct, frozen=True):
-    """One model. `created` is when the front started."""
+    """One model. `created` is when the front started; `max_model_len`, the tokens of prompt and answer that one request
+    may have, is null until the model has loaded."""
 
     id: str
     created: int
+    max_model_len: int | None
     object: Literal["model"] = "model"
     owned_by: str = "slotstream"
 
@@ -28,18 +31,36 @@ class ModelList(Struct, frozen=True):
 
 async def list_models(front: Front, call: Call[None]) -> Response:
     """The one that is served."""
-    return json_response(ModelList([_model(front)]))
+    return json_response(ModelList([await _model(front)]))
 
 
 async def get_model(front: Front, call: Call[None]) -> Response:
     """The same alone. ApiError 404 for another."""
     if call.params["model"] != front.model:
         raise unknown_model(call.params["model"], front.model)
-    return json_response(_model(front))
+    return json_response(await _model(front))
 
 
-def _model(front: Front) -> ModelReply:
-    return ModelReply(front.model, front.created_s)
+class VersionReply(Struct, frozen=True):
+    """Of this engine."""
+
+    version: str
+
+
+async def get_version(front: Front, call: Call[None]) -> Response:
+    """As the installed package has it."""
+    return json_response(VersionReply(_version()))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("slotstream")
+    except metadata.PackageNotFoundError:
+        return "unknown: not installed as a package"
+
+
+async def _model(front: Front) -> ModelReply:
+    return ModelReply(front.model, front.created_s, await front.engine.max_model_len() or None)
 
 
 def json_response(reply: Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -50,4 +71,5 @@ def json_response(reply: Struct, status: int = 200, headers: dict[str, str] | No
 ROUTES = [
     Route("GET", "/v1/models", list_models, "The served model", reply=ModelList, serves=False),
     Route("GET", "/v1/models/{model}", get_model, "The served model by its name", reply=ModelReply, serves=False),
+    Route("GET", "/version", get_version, "The engine's version", reply=VersionReply, serves=False),
 ]

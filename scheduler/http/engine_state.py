@@ -1,0 +1,59 @@
+"""What the engine says of itself: whether it takes requests, and how long one may be."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from copyengine.wire.errors import PeerError, PeerTimeout
+from scheduler.http.errors import engine_unavailable
+from scheduler.protocol import HealthReply
+
+HEALTH_S = 1.0
+"""Seconds within which the scheduler says how it is. One that says nothing takes no requests either."""
+
+FRESH_S = 1.0
+"""Seconds for which that it takes requests is not asked again. If it is wrong the engine refuses the request itself."""
+
+
+class EngineState:
+    """Asks `health`, which is the client's, and remembers a good answer for FRESH_S."""
+
+    def __init__(self, health: Callable[[float], Awaitable[HealthReply]], now_s: Callable[[], float] = time.monotonic):
+        self._health = health
+        self._now_s = now_s
+        self._fresh: HealthReply | None = None
+        self._asked_s = 0.0
+        self._max_model_len = 0
+
+    async def ask(self) -> HealthReply:
+        """As it is now. PeerError if nothing is heard within HEALTH_S."""
+        asked_s = self._now_s()
+        try:
+            async with asyncio.timeout(HEALTH_S):  # the client's deadline begins anew when the question is sent
+                reply = await self._health(HEALTH_S)
+        except TimeoutError:
+            raise PeerTimeout(f"the engine does not answer within {HEALTH_S:g} s") from None
+        self._max_model_len = reply.max_model_len or self._max_model_len
+        self._fresh, self._asked_s = reply if reply.ready else None, asked_s
+        return reply
+
+    async def serving(self) -> HealthReply:
+        """What it says, at most FRESH_S ago, if it takes requests. ApiError 503 if it takes none."""
+        if self._fresh is not None and self._now_s() - self._asked_s < FRESH_S:
+            return self._fresh
+        try:
+            reply = await self.ask()
+        except PeerError:
+            raise engine_unavailable(None) from None
+        if not reply.ready:
+            raise engine_unavailable(reply)
+        return reply
+
+    async def max_model_len(self) -> int:
+        """Tokens of prompt and answer that one request may have; 0 if that was never said: the model still loads."""
+        if not self._max_model_len:
+            try:
+                await self.ask()
+            except PeerError:
+                return 0
+        return self._max_model_len
