@@ -356,7 +356,7 @@ EACH_BLOCK_M = {1: 1, 16: 100, 32: 1000, 64: 2000, 128: 5000}
 def expect_tiles_fit(
     capability: int, kind: ExpertFormat, geometry: tuple[int, int], tokens: int, stack_nbytes: int = 0
 ) -> list[str]:
-    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts, which fit the GPU, and the stack no more."""
+    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts; they fit the GPU, and the stack no more."""
     from kernels.grouped_gemm import tri, tri_few
     from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
 
