@@ -274,6 +274,8 @@ class Copier:
                 self._complete(piece, attachment, error)
                 return True
         if piece.last:
+            if not attachment.link:  # it has landed, and its worker may look as soon as the flag is up
+                attachment.reader.over(piece.query.flag)
             self._device.write_flag(stream, attachment.flags, piece.query.flag, LANDED)
         token = self._device.mark(stream, attachment.pool)
         if token is None:
@@ -317,9 +319,12 @@ class Copier:
             tally.nbytes -= piece.records * attachment.record_nbytes
         if self._arbiter.completed(piece, copied=error is None):
             self._fail(attachment, piece.query)
+        elif piece.last and error is None:
+            attachment.reader.over(piece.query.flag)
 
     def _fail(self, attachment: Attachment, query: CopyQuery) -> None:
         self._tallies[query.kind].failed_queries += 1
+        attachment.reader.over(query.flag)
         stream: Stream = "demand" if query.kind == "demand" else "background"
         self._device.write_flag(stream, attachment.flags, query.flag, FAILED)
 

@@ -4,7 +4,7 @@ All fields are 32-bit words. The header is three cache lines, each with one writ
 
 ```text
 word  0  magic, version, capacity, MAX_QUERY       written once, when the ring is made
-word 16  consumed, asleep                          reader
+word 16  consumed, asleep, busy                    reader
 word 32  step                                      writer: 1 while a step runs
 word 48  capacity records of 272 words:
          sequence, flag, kind, layer, n, 11 unused, then MAX_QUERY pairs (expert, slot)
@@ -13,6 +13,9 @@ word 48  capacity records of 272 words:
 Record number i (from 0, modulo 2^32) lies in cell i % capacity and is there once the cell's sequence is i + 1. The
 writer writes the body, then the sequence; the reader reads the body, then counts `consumed` up, which frees the cell.
 A writer that dies in the middle leaves a body without its sequence, which is never seen.
+
+Busy: microseconds, modulo 2^32, in which the reader had at least one query of a step under way, from its reading the
+record until `over`; prefetch queries do not count. The writer looks when a step is over.
 
 Sleeping: the reader may stop polling only while no step runs. It sets `asleep` and then looks at `step` once more; the
 writer sets `step` and then looks at `asleep`. With a fence between the two on both sides at least one of them sees the
@@ -27,6 +30,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
+from copyengine.busy_clock import BusyClock
 from copyengine.protocol import MAX_QUERY
 from copyengine.sync import Fence, nap
 from copyengine.wire.errors import PeerTimeout, WireError
@@ -36,9 +40,9 @@ Kind = Literal["demand", "stream", "prefetch"]
 KINDS: tuple[Kind, ...] = ("demand", "stream", "prefetch")
 
 MAGIC = 0x534C5254
-VERSION = 1
+VERSION = 2
 MASK = 0xFFFFFFFF
-CONSUMED, ASLEEP, STEP, CELLS = 16, 17, 32, 48
+CONSUMED, ASLEEP, BUSY, STEP, CELLS = 16, 17, 18, 32, 48
 SEQUENCE, FLAG, KIND, LAYER, COUNT, PAIRS = 0, 1, 2, 3, 4, 16
 CELL_WORDS = PAIRS + 2 * MAX_QUERY
 
@@ -90,6 +94,7 @@ class RingWriter:
         self._capacity = capacity
         self._next = first & MASK
         self._fence = Fence()
+        self._busy = 0
         self._format()
 
     def _format(self) -> None:
@@ -110,6 +115,14 @@ class RingWriter:
     def end_step(self) -> None:
         """Say that no step runs: the reader may sleep."""
         self._words[STEP] = 0
+
+    def busy_us(self) -> int:
+        """Microseconds since the last call in which the reader had a query under way, of those that it says are over.
+
+        What it had not seen the end of at the last call is all in this one.
+        """
+        before, self._busy = self._busy, int(self._words[BUSY])
+        return (self._busy - before) & MASK
 
     def try_put(self, query: CopyQuery) -> bool:
         """Write one record; False if the ring is full."""
@@ -162,6 +175,8 @@ class RingReader:
         self._limits = limits
         self._capacity = capacity
         self._fence = Fence()
+        self._busy = BusyClock()
+        self._busy_before = int(words[BUSY])  # of a reader before this one
         self._expect(int(words[CONSUMED]))
         self.set_asleep(False)
 
@@ -187,7 +202,15 @@ class RingReader:
         self._fence()  # and before the cell is given back
         self._words[CONSUMED] = self._after
         self._expect(self._after)
+        if isinstance(record, CopyQuery) and record.kind != "prefetch":
+            self._busy.begin(record.flag)
         return record
+
+    def over(self, flag: int) -> None:
+        """The query of `flag` has landed or failed. No-op if that was said before."""
+        busy_us = self._busy.end(flag)
+        if busy_us is not None:
+            self._words[BUSY] = (self._busy_before + busy_us) & MASK
 
     def _expect(self, number: int) -> None:
         """`number` is the next record's."""

@@ -36,6 +36,11 @@ def stats_reply(lanes: Sequence[Lane], tally: Tally, dropped_frames: int) -> Sta
         state_snapshots=sum(core.pages.states.snapshots for core in cores),
         state_slots_total=sum(core.pages.states.total for core in cores),
         state_nbytes=sum(core.limits.state_nbytes for core in cores),
+        slots=sum(lane.facts.slots for lane in lanes),
+        stream_slots=sum(lane.facts.stream_slots for lane in lanes),
+        restarts=sum(lane.deaths for lane in lanes),
+        bank_nbytes=max((lane.facts.bank_nbytes for lane in lanes), default=0),
+        pinned_nbytes=max((lane.facts.pinned_nbytes for lane in lanes), default=0),
     )
 
 
@@ -59,4 +64,7 @@ def worker_counters(lane: Lane) -> WorkerCounters:
         state_snapshots=core.pages.states.snapshots,
         state_slots_total=core.pages.states.total,
         state_nbytes=core.limits.state_nbytes,
+        slots=lane.facts.slots,
+        stream_slots=lane.facts.stream_slots,
+        restarts=lane.deaths,
     )

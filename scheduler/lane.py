@@ -15,7 +15,7 @@ from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
 from worker.client import WorkerClient
 from worker.protocol import Failed as StepFailed
-from worker.protocol import ResidencyReply, RunStep, StepDone
+from worker.protocol import Loaded, ResidencyReply, RunStep, StepDone
 
 STEP_DEADLINE_S = 600.0
 """Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes."""
@@ -35,10 +35,13 @@ class Lane:
     It dies with its worker, and lives again with the one that is started in its place.
     """
 
-    def __init__(self, name: str, worker: WorkerClient, core: Core) -> None:
+    def __init__(self, name: str, worker: WorkerClient, core: Core, facts: Loaded) -> None:
+        """`facts` are what `worker` has allocated."""
         self.name = name
         self.worker = worker
         self.core = core
+        self.facts = facts
+        self.deaths = 0  # of its workers, one after the other
         self.death = ""  # why it takes no requests any more
         self.broken = False  # it died of an error of this process, not of its worker
         self.loss = ""  # if it died although its worker lives: the code of PeerLost, by which another one is asked for
@@ -70,13 +73,13 @@ class Lane:
         self._work.set()
         return True
 
-    async def revive(self, worker: WorkerClient, core: Core) -> None:
+    async def revive(self, worker: WorkerClient, core: Core, facts: Loaded) -> None:
         """Go on with `worker`, which has loaded, and the empty `core`; the connection to the old worker is closed."""
         self.worker.lost.set()  # `run` may not have noticed yet
         await self.worker.close()
         await self._dead.wait()
         carry_counters(self.core, core)
-        self.worker, self.core, self.residency = worker, core, _residency_of(worker)
+        self.worker, self.core, self.facts, self.residency = worker, core, facts, _residency_of(worker)
         self.death, self.broken, self.loss, self.resident = "", False, "", 0
         self._dead.clear()
         self._lives.set()
@@ -111,6 +114,7 @@ class Lane:
             self.broken, self.loss = True, "internal"
             why = f"the core loop failed: {type(error).__name__}: {error}"
         finally:
+            self.deaths += code != "draining"
             self.death = why
             self._lives.clear()
             self._dead.set()

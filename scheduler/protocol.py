@@ -204,7 +204,9 @@ class HealthReply(Struct, frozen=True, tag=True):
 class ModeCounters(Struct, frozen=True):
     """Steps and expert traffic of one mode. hits + misses = lookups.
 
-    Of steps that succeeded: what a failed step copied is in its worker's own counters alone.
+    Of steps that succeeded: what a failed step copied is in its worker's own counters alone. `copy_wait_s` are the
+    seconds in which the copy engine had copies of these steps under way, for several at once counted once: the most
+    that computing can have waited for them, with what was computed meanwhile in it. Of several workers it is the sum.
     """
 
     steps: int = 0
@@ -212,12 +214,15 @@ class ModeCounters(Struct, frozen=True):
     hits: int = 0
     misses: int = 0
     copied_nbytes: int = 0
+    copy_wait_s: float = 0.0
 
 
 class WorkerCounters(Struct, frozen=True):
     """One worker's part of the counters since the start, those of the ones that had its place before included.
 
-    One that is not `alive` takes no requests, or none yet. `resident_slots` held an expert after its last step.
+    One that is not `alive` takes no requests, or none yet. `resident_slots` of its `slots` held an expert after its
+    last step; `stream_slots` are beside those. Each time that it was lost with the requests it had, or before it had
+    loaded again, is one of its `restarts`: it died, was silent for too long, or could not be worked with for an error.
     `kv_pages_available` can be had at once: they are free, or cached and not used by any request.
     """
 
@@ -237,6 +242,9 @@ class WorkerCounters(Struct, frozen=True):
     state_snapshots: int = 0
     state_slots_total: int = 0
     state_nbytes: int = 0
+    slots: int = 0
+    stream_slots: int = 0
+    restarts: int = 0
 
 
 class StatsReply(Struct, frozen=True, tag=True):
@@ -255,6 +263,10 @@ class StatsReply(Struct, frozen=True, tag=True):
     Of a model with recurrent state, `state_snapshots` of the `state_slots_total` hold a state from which requests may
     go on; those neither free nor that are the own of running requests, or being written by the step that is out.
     `state_nbytes` are those of all slots.
+
+    `slots` and `stream_slots` are those of all workers, as really allocated, and `restarts` count losses of any.
+    `bank_nbytes` of host memory hold the experts of all layers, once for all workers; of these `pinned_nbytes` are
+    copied by the GPUs themselves, none on the CPU.
     """
 
     waiting: int
@@ -281,6 +293,11 @@ class StatsReply(Struct, frozen=True, tag=True):
     state_snapshots: int = 0
     state_slots_total: int = 0
     state_nbytes: int = 0
+    slots: int = 0
+    stream_slots: int = 0
+    restarts: int = 0
+    bank_nbytes: int = 0
+    pinned_nbytes: int = 0
 
 
 class RunningRequest(Struct, frozen=True):

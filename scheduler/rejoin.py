@@ -75,12 +75,14 @@ class Rejoiner:
         try:
             facts = await self._load(lane, worker)
             check_facts(self._service, facts)
-            await lane.revive(worker, new_core(self._config, self._service.demand_tokens, facts))
+            await lane.revive(worker, new_core(self._config, self._service.demand_tokens, facts), facts)
         except SlotstreamError as error:
+            lane.deaths += 1
             if not worker.lost.is_set():  # or else the parent, which sees it end, knows better why
                 self._tell(PeerLost(peer.name, peer.endpoint, code_of(error), str(error)))
             await worker.close()
-        except BaseException:
+        except BaseException:  # cancelled: it has died again, or we end
+            lane.deaths += 1
             await worker.close()
             raise
         else:

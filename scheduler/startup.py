@@ -113,7 +113,9 @@ def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: 
     """Everything the server needs. ConfigError if the model's text files or --max-model-len are no good."""
     threshold = _demand_tokens(config, loaded[0])  # all have the same model
     pairs = zip(workers, loaded, strict=True)
-    lanes = [Lane(f"worker{i}", each, new_core(config, threshold, facts)) for i, (each, facts) in enumerate(pairs)]
+    lanes = [
+        Lane(f"worker{i}", each, new_core(config, threshold, facts), facts) for i, (each, facts) in enumerate(pairs)
+    ]
     positions = min(facts.max_position for facts in loaded)
     return Service(
         text=load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides)),

@@ -382,7 +382,7 @@ class DeviceSlots:
         mode, self._mode = self._mode, None
         if ended:
             self._watch.end()
-        return self._counters.add(mode, steps, self._traffic)
+        return self._counters.add(mode, steps, self._traffic, self._writer.busy_us())
 
     def _counters_now(self) -> torch.Tensor:
         """[COUNTERS * L] int64: the admission's of each layer, then the streaming's."""

@@ -23,10 +23,11 @@ class TrafficCounters:
         self._totals = {mode: ExpertStats() for mode in MODES}
         self._layers = {mode: no_traffic(layers) for mode in MODES}
 
-    def add(self, mode: Mode, steps: int, traffic: Traffic) -> ExpertStats:
-        """Count `steps` steps with this traffic (0 for one that failed); their figures alone."""
+    def add(self, mode: Mode, steps: int, traffic: Traffic, wait_us: int = 0) -> ExpertStats:
+        """Count `steps` steps with this traffic (0 for one that failed) and these microseconds of copying; their
+        figures alone."""
         hits, misses = traffic.sum(0).tolist()
-        step = ExpertStats(steps, hits + misses, hits, misses, misses * self._record_nbytes)
+        step = ExpertStats(steps, hits + misses, hits, misses, misses * self._record_nbytes, wait_us / 1e6)
         self._totals[mode] = add(self._totals[mode], step)
         self._layers[mode] += traffic
         return step
@@ -58,6 +59,7 @@ def add(a: ExpertStats, b: ExpertStats) -> ExpertStats:
         hits=a.hits + b.hits,
         misses=a.misses + b.misses,
         copied_nbytes=a.copied_nbytes + b.copied_nbytes,
+        copy_wait_s=a.copy_wait_s + b.copy_wait_s,
     )
 
 

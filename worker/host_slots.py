@@ -170,9 +170,9 @@ class ExpertSlots:
     def _finish(self, steps: int) -> ExpertStats:
         assert self._mode is not None, "no step has begun"
         self._forget_lost()
-        self._mailbox.end_step()
+        wait_us = self._mailbox.end_step()
         mode, self._mode = self._mode, None
-        return self._counters.add(mode, steps, self._traffic)
+        return self._counters.add(mode, steps, self._traffic, wait_us)
 
     def _forget_lost(self) -> None:
         """Wait for all that is on the way; experts that did not land are not resident."""

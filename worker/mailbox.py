@@ -56,9 +56,10 @@ class Mailbox:
         if self._writer.begin_step():
             self._wake()
 
-    def end_step(self) -> None:
-        """The step is over; the copy engine may sleep."""
+    def end_step(self) -> int:
+        """The step is over; the copy engine may sleep. Microseconds for which copies were under way, see RingWriter."""
         self._writer.end_step()
+        return self._writer.busy_us()
 
     def ring(self, query: CopyQuery) -> None:
         """Ask for the copies of `query`, whose flag no query under way has. PeerTimeout, PeerDied."""

@@ -166,13 +166,21 @@ class Loaded(Struct, frozen=True, tag=True):
 
 
 class ExpertStats(Struct, frozen=True):
-    """Expert traffic of one mode. hits + misses = lookups; copied_nbytes = misses x record_nbytes."""
+    """Expert traffic of one mode. hits + misses = lookups; copied_nbytes = misses x record_nbytes.
+
+    `copy_wait_s` are the seconds in which the copy engine had at least one query of these steps under way: from its
+    reading the query's record until it saw that all of its copies had landed, or one had failed. So it is measured
+    alike on every device, and is the most that computing can have waited for copies, but for what records and flags
+    take on their way; what was computed meanwhile, in a streamed step much, is in it too. On a GPU the copy engine may
+    see the end of a step's last copies when the step is over for the worker: then they count with its next one.
+    """
 
     steps: int = 0
     lookups: int = 0
     hits: int = 0
     misses: int = 0
     copied_nbytes: int = 0
+    copy_wait_s: float = 0.0
 
 
 class Logprobs(Struct, frozen=True):

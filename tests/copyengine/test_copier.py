@@ -642,3 +642,42 @@ def test_a_bug_in_the_loop_is_told(worker: Worker, caplog: pytest.LogCaptureFixt
     copier.attach(worker.attachment).result(10)
     assert dead.wait(10) and "the copy loop failed" in caplog.text
     assert not copier.stop()  # nobody knows what is in flight
+
+
+def test_the_worker_learns_for_how_long_its_copies_were_under_way(
+    copier: Copier, device: Device, worker: Worker
+) -> None:
+    """On the host it knows when the flag is up; where copies stay in flight until they have been seen to land."""
+    copier.attach(worker.attachment).result(10)
+    start_s = time.monotonic()
+    for flag, kind in enumerate(KINDS):
+        worker.put(flag, kind, (1, 3), (1, 3))
+        until(lambda flag=flag: worker.flag(flag) == LANDED)  # type: ignore[misc]
+        took_us = worker.writer.busy_us()
+        assert (took_us == 0) == (kind == "prefetch") and took_us <= (time.monotonic() - start_s) * 1e6
+    worker.put(3, "stream", (1, 5, 2))
+    until(lambda: worker.flag(3) == FAILED)
+    assert worker.writer.busy_us() > 0
+
+
+def test_copies_in_flight_count_until_they_have_landed_and_once(copier: Copier, device: Device, worker: Worker) -> None:
+    in_flight = [True]
+    device.token, device.done = "in flight", lambda: not in_flight[0]
+    copier.attach(on_a_link(worker, "gpu").attachment).result(10)
+    start_s = time.monotonic()
+    worker.put(0, "demand", (1,))
+    until(lambda: device.order == [1])
+    time.sleep(0.05)
+    worker.put(1, "demand", (2,))
+    until(lambda: device.order == [1, 2])
+    time.sleep(0.05)
+    assert worker.writer.busy_us() == 0 and worker.flag(1) == LANDED, "the flags of this device are up at once"
+    in_flight[0] = False
+    took_us: list[int] = []
+
+    def told() -> bool:
+        took_us.append(worker.writer.busy_us())
+        return took_us[-1] > 0
+
+    until(told)
+    assert 100_000 <= took_us[-1] <= (time.monotonic() - start_s) * 1e6

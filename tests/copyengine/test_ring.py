@@ -10,14 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from copyengine.busy_clock import BusyClock
 from copyengine.protocol import MAX_QUERY
 from copyengine.ring import (
+    BUSY,
     CELL_WORDS,
     CELLS,
     FLAG,
     KINDS,
     MASK,
     CopyQuery,
+    Kind,
     Limits,
     Malformed,
     RingReader,
@@ -133,7 +136,7 @@ def test_what_is_no_ring_is_refused() -> None:
     with pytest.raises(WireError, match="no ring"):
         RingReader(np.zeros(4096, np.uint8), LIMITS)
     for word, value, why in [
-        (1, 2, "version"),
+        (1, 1, "version"),
         (3, 64, "64"),
         (2, 0, "0 records"),
         (2, 4, "4 records"),
@@ -195,3 +198,37 @@ def test_asleep_and_step_are_seen_by_the_other_side() -> None:
     assert not reader.step_runs() and writer.begin_step() and reader.step_runs()
     assert RingReader(array, LIMITS).step_runs()
     assert not writer.begin_step()  # a new reader is awake
+
+
+def test_the_writer_learns_how_long_its_queries_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for those under way together, not for prefetch, across the word's end, and across a change of readers."""
+    now_s = [50.0]
+    monkeypatch.setattr("copyengine.ring.BusyClock", lambda: BusyClock(lambda: now_s[0]))
+    array = buffer(4)
+    writer = RingWriter(array, 4)
+    array.view(np.uint32)[BUSY] = MASK - 2_499_999  # 2.5 s before it begins anew
+    assert writer.busy_us() == MASK - 2_499_999
+
+    def rung(reader: RingReader, flag: int, kind: Kind = "demand") -> None:
+        assert writer.try_put(CopyQuery(flag, kind, 0, (1,), (1,)))
+        assert reader.poll() is not None
+
+    reader = RingReader(array, LIMITS)
+    rung(reader, 0)
+    now_s[0] += 1
+    rung(reader, 1, "stream")
+    now_s[0] += 1
+    reader.over(0)
+    assert writer.busy_us() == 0, "another one is under way"
+    reader.over(1)
+    reader.over(1)
+    assert writer.busy_us() == 2_000_000
+    rung(reader, 2, "prefetch")
+    now_s[0] += 1
+    reader.over(2)
+    assert writer.busy_us() == 0
+    reader = RingReader(array, LIMITS)
+    rung(reader, 0)
+    now_s[0] += 1
+    reader.over(0)
+    assert writer.busy_us() == 1_000_000 and int(array.view(np.uint32)[BUSY]) == 500_000

@@ -17,13 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from copyengine.wire.errors import SlotstreamError
 from copyengine.wire.logs import ERASE_LINE
 from scheduler.client import Client
 from scheduler.protocol import Finished, HealthReply, Sampling, StatsReply
-from tests.e2e.engine import ROOT, START_TIMEOUT_S, STOP_TIMEOUT_S, launch_command, running
+from tests.e2e.engine import RESTART_TIMEOUT_S, ROOT, START_TIMEOUT_S, STOP_TIMEOUT_S, launch_command, running
 
 K, LAYERS, EXPERTS = 8, 8, 64
 """Of the built-in model."""
@@ -113,7 +114,7 @@ def free_port() -> int:
 
 def test_health_and_activity_tell_what_goes_on() -> None:
     """While the checkpoint loads, while a long prompt is computed, and once nothing runs: then the experts that the
-    worker says it holds are as many as it counted behind its last step."""
+    worker says it holds are as many as it counted behind its last step. And when it is killed."""
     port = free_port()
     watcher = Watcher(f"tcp://127.0.0.1:{port}")
     with running("--port", str(port), "--demand-tokens", "64", "--chunked-prefill-size", "64") as engine:
@@ -123,6 +124,7 @@ def test_health_and_activity_tell_what_goes_on() -> None:
         told = {health.loading for health in before if 0 <= health.done_nbytes <= health.total_nbytes > 0}
         assert told & {"experts", "slot pool", "dense weights"}
         engine.over(long_prompt)
+        engine.over(lambda client: death_and_return(client, engine.child("worker0")))
 
 
 async def long_prompt(client: Client) -> None:
@@ -143,6 +145,25 @@ async def long_prompt(client: Client) -> None:
     (held,), (worker,) = reply.residency, (await client.stats()).workers
     assert (held.layers, held.experts, len(held.resident)) == (LAYERS, EXPERTS, LAYERS * EXPERTS // 8)
     assert sum(byte.bit_count() for byte in held.resident) == worker.resident_slots > 0 and not reply.requests
+
+
+async def death_and_return(client: Client, worker: psutil.Process) -> None:
+    """The death is counted, and what it did before it died still is; it comes back with nothing resident."""
+    before, heard = await client.stats(), list[HealthReply]()
+    assert before.restarts == 0 and before.demand.copy_wait_s > 0
+    worker.kill()
+    async with asyncio.timeout(RESTART_TIMEOUT_S):
+        while not (heard and heard[-1].ready and any(not health.ready for health in heard)):
+            heard.append(await client.health())
+            await asyncio.sleep(0.002)
+    down = [health for health in heard if not health.ready]
+    assert {health.phase for health in down} == {"restarting"} and all(health.detail for health in down)
+    assert {health.loading for health in down} & {"worker0 slot pool", "worker0 dense weights", "experts"}
+    after = await client.stats()
+    assert (after.restarts, after.workers[0].restarts, after.slots) == (1, 1, before.slots)
+    assert (after.demand, after.decode) == (before.demand, before.decode)
+    assert after.bank_nbytes == before.bank_nbytes > 0
+    assert not any((await client.activity()).residency[0].resident)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")

@@ -42,6 +42,9 @@ from worker.protocol import (
 )
 
 RECORD_NBYTES = 1024
+COPY_WAIT_S = 0.25
+"""That each step of a made-up worker reports."""
+
 EOS_TEXT = "<|end|>"
 CORPUS = ["the quick brown fox", "naïve café 🦊 日本語", "def f(x):\n\treturn x", "0123456789 +-*/", "aaaa bbbb"] * 3
 
@@ -151,7 +154,7 @@ class FakeWorker:
         if self.short:
             tokens.pop()
         misses = len(step.sequences)
-        stats = ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES)
+        stats = ExpertStats(1, misses + 3, 3, misses, misses * RECORD_NBYTES, COPY_WAIT_S)
         told = [_logprobs(s, token) for s, token in zip(step.sequences, tokens, strict=False)]
         return StepDone(tokens, stats, told if any(told) else None, resident=7)
 

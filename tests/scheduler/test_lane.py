@@ -27,7 +27,8 @@ async def lanes(count: int = 1) -> AsyncIterator[list[tuple[Lane, FakeWorker]]]:
     workers = [FakeWorker(context, 400) for _ in range(count)]
     clients = [WorkerClient(context, worker.endpoint) for worker in workers]
     try:
-        yield [(Lane("worker0", client, Core(LIMITS)), worker) for client, worker in zip(clients, workers, strict=True)]
+        pairs = zip(clients, workers, strict=True)
+        yield [(Lane("worker0", client, Core(LIMITS), worker.facts), worker) for client, worker in pairs]
     finally:
         for client, worker in zip(clients, workers, strict=True):
             await client.close()
@@ -245,7 +246,7 @@ def test_a_core_that_cannot_even_be_emptied_is_replaced(caplog: pytest.LogCaptur
                     and end.detail == "the core loop failed: ValueError: pages [3] are not all owned"
                 )
                 assert lane.broken and lane.loss == "internal"
-                await lane.revive(other.worker, Core(LIMITS))
+                await lane.revive(other.worker, Core(LIMITS), other.facts)
                 assert lane.alive and not lane.broken and not lane.loss
                 assert isinstance(await end_of(submit(lane, 2, max_tokens=3)), Finished)
                 assert not collapse.done()

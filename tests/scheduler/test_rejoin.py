@@ -16,7 +16,7 @@ from scheduler.client import Client
 from scheduler.config import SchedulerConfig
 from scheduler.protocol import Sampling
 from scheduler.rejoin import Rejoiner
-from tests.scheduler.rig import FakeWorker, Rig, engine, expected, on_loop
+from tests.scheduler.rig import COPY_WAIT_S, FakeWorker, Rig, engine, expected, on_loop
 from worker.protocol import ResidencyReply
 
 PROMPT = [5, 6, 7]
@@ -89,7 +89,7 @@ def test_a_worker_that_was_started_anew_serves_in_place_of_the_dead(model: Path,
             with pytest.raises(RequestRefused) as ended:
                 await running
             assert ended.value.code == "worker_failed" and ended.value.detail.endswith(DEATH)
-            worker = parent.start()
+            worker = parent.start(slots=24)
             worker.residency = ResidencyReply(2, 8, b"\x01\x00")
             assert await parent.heard() == Joined("worker0", worker.endpoint)
             assert [told.resident for told in (await client.activity()).residency] == [b"\x01\x00"]
@@ -98,6 +98,9 @@ def test_a_worker_that_was_started_anew_serves_in_place_of_the_dead(model: Path,
             assert await answer(client) == right and rig.lanes[0].worker.endpoint == worker.endpoint
             after = await client.stats()
             assert after.demand.steps >= before.demand.steps + 1 and after.decode.steps > before.decode.steps
+            assert after.decode.copy_wait_s == after.decode.steps * COPY_WAIT_S
+            assert (before.restarts, after.restarts, after.workers[0].restarts) == (0, 1, 1)
+            assert (before.slots, after.slots, after.stream_slots) == (8, 24, 16)
             assert (after.failed, after.finished, after.running) == (1, 2, 0)
             assert rig.pages_free()
 
@@ -185,6 +188,7 @@ def test_a_worker_dies_again_and_again(model: Path) -> None:
             worker = parent.start()
             assert await parent.heard() == Joined("worker0", worker.endpoint)
             assert await answer(client) == expected(PROMPT, 4, parent.vocab_size)
+            assert (await client.stats()).restarts == 4
 
     on_loop("selector", main)
 
@@ -206,7 +210,7 @@ def test_a_worker_that_cannot_do_what_was_promised_is_refused(model: Path, facts
             assert isinstance(lost, PeerLost)
             assert (lost.peer, lost.endpoint, lost.code) == ("worker0", worker.endpoint, "config")
             assert words in lost.detail and "4096" in lost.detail
-            assert (await client.health()).phase == "restarting"
+            assert (await client.health()).phase == "restarting" and (await client.stats()).restarts == 2
 
     on_loop("selector", main)
 

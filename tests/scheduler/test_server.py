@@ -19,7 +19,7 @@ from scheduler.client import Client
 from scheduler.protocol import Finished, Generate, Message, Sampling, Tokens
 from scheduler.tokenize import TextCodec
 from scheduler.traffic import total
-from tests.scheduler.rig import COPY_FAILED, RECORD_NBYTES, Rig, engine, expected, on_loop
+from tests.scheduler.rig import COPY_FAILED, COPY_WAIT_S, RECORD_NBYTES, Rig, engine, expected, on_loop
 
 
 def sampling(max_tokens: int = 4, **fields: object) -> Sampling:
@@ -109,6 +109,8 @@ def test_figures_are_those_of_the_steps(model: Path, event_loop: str) -> None:
             stats = await client.stats()
             assert (stats.finished, stats.prompt_tokens, stats.generated_tokens) == (1, 40, 3)
             assert (stats.decode.steps, stats.demand.steps, stats.streamed.steps) == (2, 1, 2)
+            waits = (stats.decode.copy_wait_s, stats.demand.copy_wait_s, stats.streamed.copy_wait_s)
+            assert waits == (2 * COPY_WAIT_S, COPY_WAIT_S, 2 * COPY_WAIT_S)
             assert (stats.kv_pages_free, stats.kv_pages_cached, stats.kv_pages_total) == (254, 2, 256)
             assert stats.kv_pages_available == 256, "nobody uses the cached ones any more"
             assert rig.worker.released == [1]
@@ -567,10 +569,17 @@ def test_a_dead_worker_ends_all_its_requests(model: Path, event_loop: str, idle:
 
 
 def test_the_other_worker_goes_on_when_one_dies(model: Path) -> None:
+    """What they have allocated is told, of the dead one too: slots of both, and the banks that they share."""
+
     async def main() -> None:
-        async with engine(model, workers=2) as rig, rig.client() as client:
+        facts = {"slots": 9, "stream_slots": 6, "bank_nbytes": 5000, "pinned_nbytes": 4000}
+        async with engine(model, workers=2, facts=facts) as rig, rig.client() as client:
             await rig.workers[0].die()
             await rig.lost(0)
+            stats = await client.stats()
+            assert (stats.slots, stats.stream_slots, stats.restarts) == (18, 12, 1)
+            assert (stats.bank_nbytes, stats.pinned_nbytes) == (5000, 4000)
+            assert [(one.slots, one.stream_slots, one.restarts) for one in stats.workers] == [(9, 6, 1), (9, 6, 0)]
             for _ in range(3):
                 await collect(client, token_ids=[5], sampling=sampling(2))
             assert (await client.health()).ready

@@ -101,6 +101,7 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
             misses = 0
             logged: list[tuple[Mode, list[set[int]], ExpertStats]] = []
             lookups = {mode: [0] * LAYERS for mode in MODES}
+            start_s, waited_s = time.monotonic(), 0.0
             for _ in range(steps):
                 mode, tokens = rng.choice(MODES), rng.choice(TOKENS)
                 given = [routing(rng, place, EXPERTS, tokens, 2, 16) for _ in range(LAYERS)]
@@ -108,6 +109,7 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                 assert {tuple(pair) for pair in np.argwhere(rig.slots.residency()).tolist()} == before
                 stats = step(rig, mode, given)
                 misses += stats.misses
+                waited_s += stats.copy_wait_s
                 asked = routed(given)
                 if mode != "streamed":
                     logged.append((mode, asked, stats))
@@ -126,6 +128,7 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                 lookups[mode] = [a + b for a, b in zip(lookups[mode], wanted, strict=True)]
                 check_layers(rig, lookups)
             check_log(rig, logged[: steps // 2])
+            assert 0 < waited_s < time.monotonic() - start_s
             counters = rig.copier.stats().counters
             assert counters["demand"].records + counters["stream"].records == misses
 
