@@ -28,6 +28,10 @@ COUNTERS: tuple[Figure, ...] = (
     ("requests_refused", "Requests that were not accepted.", lambda stats: stats.refused),
     ("dropped_frames", "Malformed frames that the scheduler dropped.", lambda stats: stats.dropped_frames),
 )
+GAUGES: tuple[Figure, ...] = (
+    ("bank_bytes", "Host memory that holds the experts.", lambda stats: stats.bank_nbytes),
+    ("pinned_bytes", "Part of bank_bytes that is pinned.", lambda stats: stats.pinned_nbytes),
+)
 WORKER_GAUGES: tuple[WorkerFigure, ...] = (
     ("worker_up", "1 while the worker takes requests.", lambda worker: worker.alive),
     ("num_requests_running", "Answers that prefill or decode.", lambda worker: worker.running),
@@ -37,13 +41,20 @@ WORKER_GAUGES: tuple[WorkerFigure, ...] = (
         "Share of the KV pages that running requests hold, 1 being all; cached ones that nobody uses are free.",
         lambda worker: _share(worker.kv_pages_total - worker.kv_pages_available, worker.kv_pages_total),
     ),
+    ("slots", "Experts that the slot pool holds.", lambda worker: worker.slots),
     ("slots_resident", "Slots that held an expert after the last step.", lambda worker: worker.resident_slots),
+    ("stream_slots", "Slots that streamed experts pass through.", lambda worker: worker.stream_slots),
 )
 PHASES = ("decode", "demand", "streamed")
 PHASE_COUNTERS: tuple[PhaseFigure, ...] = (
     ("expert_hits", "Experts that a step found in a slot.", lambda mode: mode.hits),
     ("expert_misses", "Experts that a step had to have copied.", lambda mode: mode.misses),
     ("copied_bytes", "Bytes of experts copied to the device.", lambda mode: mode.copied_nbytes),
+    (
+        "copy_wait_seconds",
+        "Seconds in which copies for such steps were under way: the most that computing can have waited for them.",
+        lambda mode: mode.copy_wait_s,
+    ),
 )
 
 
@@ -60,6 +71,8 @@ def engine_figures(look: Look, model: str) -> Iterator[Metric]:
 def _whole(stats: StatsReply, model: str) -> Iterator[Metric]:
     for name, text, figure in COUNTERS:
         yield _counter(name, text, [MODEL], [([model], figure(stats))])
+    for name, text, figure in GAUGES:
+        yield _gauge(name, text, [MODEL], [([model], figure(stats))])
 
 
 def _by_worker(workers: Sequence[WorkerCounters], model: str) -> Iterator[Metric]:
@@ -72,6 +85,8 @@ def _by_worker(workers: Sequence[WorkerCounters], model: str) -> Iterator[Metric
         yield _counter(name, text, [MODEL, "worker", "phase"], samples)
     chunks = [([model, worker.name, mode], getattr(worker, mode).steps) for worker in workers for mode in PHASES[1:]]
     yield _counter("chunks", "Prefill steps.", [MODEL, "worker", "mode"], chunks)
+    lost = [([model, worker.name], worker.restarts) for worker in workers]
+    yield _counter("restarts", "Times that the worker was lost.", [MODEL, "worker"], lost)
     steps = [([model, worker.name], worker.decode.steps) for worker in workers]
     yield _counter("decode_steps", "Decode steps.", [MODEL, "worker"], steps)
 

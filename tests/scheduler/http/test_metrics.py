@@ -40,6 +40,12 @@ OF_OFFLOADING = {
     "copied_bytes": "counter",
     "chunks": "counter",
     "decode_steps": "counter",
+    "copy_wait_seconds": "counter",
+    "slots": "gauge",
+    "stream_slots": "gauge",
+    "pinned_bytes": "gauge",
+    "bank_bytes": "gauge",
+    "restarts": "counter",
     "slots_resident": "gauge",
     "dropped_frames": "counter",
     "requests_finished": "counter",
@@ -208,12 +214,17 @@ def test_what_the_engine_says_is_what_its_client_is_told(model: Path) -> None:
             assert value(found, "expert_hits", phase=phase) == counters.hits > 0
             assert value(found, "expert_misses", phase=phase) == counters.misses
             assert value(found, "copied_bytes", phase=phase) == counters.misses * RECORD_NBYTES
+            assert value(found, "copy_wait_seconds", phase=phase) == counters.copy_wait_s
         assert value(found, "chunks", mode="demand") == stats.demand.steps
         assert value(found, "chunks", mode="streamed") == stats.streamed.steps
         assert value(found, "decode_steps") == stats.decode.steps
+        assert (value(found, "bank_bytes"), value(found, "pinned_bytes")) == (stats.bank_nbytes, stats.pinned_nbytes)
         for worker in stats.workers:
             assert value(found, "worker_up", worker=worker.name) == 1
             assert value(found, "slots_resident", worker=worker.name) == worker.resident_slots
+            assert value(found, "slots", worker=worker.name) == worker.slots == 8
+            assert value(found, "stream_slots", worker=worker.name) == worker.stream_slots == 16
+            assert value(found, "restarts", worker=worker.name) == worker.restarts == 0
             assert value(found, "expert_hits", worker=worker.name, phase="decode") == worker.decode.hits
             assert value(found, "kv_cache_usage_perc", worker=worker.name) == 0, "nothing runs"
 
