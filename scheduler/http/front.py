@@ -16,6 +16,7 @@ from scheduler.http.answering import Answering, Prompt
 from scheduler.http.config import HttpConfig
 from scheduler.http.engine_state import EngineState
 from scheduler.http.errors import unknown_model
+from scheduler.http.live import Live
 from scheduler.http.metrics import Metrics
 from scheduler.tokenize import TextCodec
 
@@ -31,6 +32,7 @@ class Front:
     - `model`: the name under which the model is served; `check_model` compares a request's with it.
     - `observe`: makes the Observer of one choice, for `Answering`; `metrics` has what they saw.
     - `engine`: whether it takes requests, and how long one may be.
+    - `live`: looks at the engine for those who look at the page.
     - `created_s`: when the front started, in seconds since the epoch, as /v1/models states it.
     - `draining`: true from SIGTERM on. The app refuses requests then, so endpoints need not look, but for health.
     """
@@ -43,6 +45,7 @@ class Front:
         self.metrics = Metrics(model)
         self.observe = self.metrics.observe
         self.engine = EngineState(client.health)
+        self.live = Live(client, self.metrics, model)
         self.created_s = int(time.time())
         self.draining = False
         self._encoder = Encoder()
