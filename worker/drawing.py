@@ -12,7 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.sampling import LogitChanges, RowSampling, changed, logprobs, sample
+from kernels.sampling import (
+    MAX_TEMPERATURE,
+    AllowedTokens,
+    LogitChanges,
+    RowSampling,
+    changed,
+    logprobs,
+    only_allowed,
+    restricted,
+    sample,
+)
 from worker.protocol import MAX_LOGPROBS, Changes, Logprobs, RunStep, Sampling
 from worker.step_inputs import StepArrays, copies, settings_of
 
@@ -31,7 +41,7 @@ class Drawn(NamedTuple):
 class Extras(NamedTuple):
     """What a step's rows want beyond that; arrays on the host."""
 
-    changed: list[list[NDArray[Any]]]  # of each block: its rows [A], the arrays of RowSampling and of LogitChanges
+    changed: list[list[NDArray[Any]]]  # of each block: its rows [A], those of RowSampling, LogitChanges, AllowedTokens
     told: list[int]  # rows whose log-probabilities are asked for
     counts: list[int]  # of each of them, how many likeliest tokens
 
@@ -63,7 +73,17 @@ def _changed_block(rows: Sequence[int], settings: Sequence[Sampling], arrays: St
         np.repeat(index, [len(tokens) for tokens in seen]),
         np.concatenate(seen).astype(np.int64),
         np.concatenate([np.frombuffer(changes.counts, np.int32) for changes in wanted]).astype(np.int64),
+        *_allowed(wanted),
     ]
+
+
+def _allowed(wanted: Sequence[Changes]) -> list[NDArray[Any]]:
+    """The arrays of AllowedTokens, of those rows that may not draw all."""
+    own = {row: np.frombuffer(changes.allowed, np.int32) for row, changes in enumerate(wanted) if changes.allowed}
+    words = np.zeros((len(own), max(map(len, own.values()), default=0)), np.int32)
+    for place, values in zip(words, own.values(), strict=True):
+        place[: len(values)] = values
+    return [np.array(list(own), np.int64), words]
 
 
 def extras_on_device(extras: Extras, device: torch.device) -> list[torch.Tensor]:
@@ -82,12 +102,24 @@ def with_extras(drawn: Drawn, extras: Extras, on_device: Sequence[torch.Tensor])
         rows = next(tensors)
         sampling = RowSampling(*islice(tensors, len(RowSampling._fields)))
         changes = LogitChanges(*islice(tensors, len(LogitChanges._fields)))
-        tokens = tokens.index_copy(0, rows, sample(changed(drawn.logits[rows], changes), sampling))
+        allowed = AllowedTokens(*islice(tensors, len(AllowedTokens._fields)))
+        anew = changed(drawn.logits[rows], changes)
+        if allowed.row.numel():  # what is not finite may lie where nothing is allowed
+            mine = _restricted_draw(anew, sampling, allowed).where(tokens[rows] >= 0, -1)
+        else:
+            mine = sample(anew, sampling)
+        tokens = tokens.index_copy(0, rows, mine)
     words = [tokens]
     for rows in tensors:
         found = logprobs(drawn.logits[rows], tokens[rows], MAX_LOGPROBS)
         words += [found.drawn.view(torch.int64), found.ids.flatten(), found.top.view(torch.int64).flatten()]
     return torch.cat(words) if extras.told else tokens
+
+
+def _restricted_draw(logits: torch.Tensor, sampling: RowSampling, allowed: AllowedTokens) -> torch.Tensor:
+    """[A] int64: the tokens of a block from its changed logits [A, V]; -1 in a row that no token is allowed in."""
+    sampling = sampling._replace(temperature=sampling.temperature.clamp(max=MAX_TEMPERATURE))
+    return only_allowed(sample(restricted(logits, allowed), sampling), allowed)
 
 
 def read_logprobs(words: Sequence[int], extras: Extras) -> Iterator[tuple[int, Logprobs]]:

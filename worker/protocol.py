@@ -40,8 +40,8 @@ class Load(Struct, frozen=True, tag=True):
 class Changes(Struct, frozen=True, omit_defaults=True):
     """Changes of single logits before the draw; kernels/sampling/change.py says how they are made.
 
-    Token ids and counts are int32 words in the machine's own byte order: a penalty on a prompt of 8,000 tokens goes out
-    with every step, and so costs neither end a loop.
+    Token ids, counts and bits are int32 words in the machine's own byte order: a penalty on a prompt of 8,000 tokens
+    goes out with every step, and so costs neither end a loop. Tokens that `allowed` does not reach may not be drawn.
     """
 
     repetition: float = 1.0
@@ -50,6 +50,7 @@ class Changes(Struct, frozen=True, omit_defaults=True):
     seen: bytes = b""  # [M] distinct token ids, of the answer and, for `repetition`, of the prompt
     counts: bytes = b""  # [M] how often each was generated; 0 if it is in the prompt alone
     bias: dict[int, float] = {}  # token id -> what is added to its logit
+    allowed: bytes = b""  # [W] words: token t may be drawn if bit t % 32 of word t // 32 is set; b"": all may
 
 
 MAX_LOGPROBS = 20
@@ -194,7 +195,7 @@ class Logprobs(Struct, frozen=True):
 class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
     """`tokens[i]` is the token sampled for sequences[i], -1 where `sample` was None.
 
-    It is -1 too where the logits were not finite: that sequence cannot go on, the others can.
+    It is -1 too where the logits were not finite, or no token was allowed: that sequence cannot go on, the others can.
     """
 
     tokens: list[int]

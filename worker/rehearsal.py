@@ -18,7 +18,9 @@ from worker.step import forward
 from worker.step_inputs import on_device, step_arrays
 
 SETTINGS = (Sampling(), Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01))
-EVERYTHING = Sampling(changes=Changes(2.0, 0.5, 0.5, seen=bytes(4), counts=bytes(4), bias={0: 1.0}), logprobs=1)
+EVERYTHING = Sampling(
+    changes=Changes(2.0, 0.5, 0.5, seen=bytes(4), counts=bytes(4), bias={0: 1.0}, allowed=b"\1\0\0\0"), logprobs=1
+)
 
 
 @torch.inference_mode()

@@ -94,6 +94,9 @@ def _changes_fault(changes: Changes, vocab_size: int) -> str | None:
         return "penalties and biases must be finite, and repetition positive"
     if len(changes.seen) != len(changes.counts) or len(changes.seen) % 4:
         return f"seen has {len(changes.seen)} bytes and counts {len(changes.counts)}: must be as many words"
+    words = -(-vocab_size // 32)
+    if len(changes.allowed) % 4 or len(changes.allowed) > 4 * words:
+        return f"allowed has {len(changes.allowed)} bytes: must be at most {words} words of 4"
     seen = np.frombuffer(changes.seen, np.int32)
     if seen.size and int(np.frombuffer(changes.counts, np.int32).min()) < 0:
         return "counts of seen tokens must not be negative"

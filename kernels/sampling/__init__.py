@@ -5,10 +5,30 @@ from typing import NamedTuple
 import torch
 
 from kernels.sampling import ref
-from kernels.sampling.change import LogitChanges, changed
+from kernels.sampling.change import (
+    FORBIDDEN,
+    MAX_TEMPERATURE,
+    AllowedTokens,
+    LogitChanges,
+    changed,
+    only_allowed,
+    restricted,
+)
 from kernels.sampling.logprobs import RowLogprobs, logprobs
 
-__all__ = ["LogitChanges", "RowLogprobs", "RowSampling", "changed", "logprobs", "sample"]
+__all__ = [
+    "FORBIDDEN",
+    "MAX_TEMPERATURE",
+    "AllowedTokens",
+    "LogitChanges",
+    "RowLogprobs",
+    "RowSampling",
+    "changed",
+    "logprobs",
+    "only_allowed",
+    "restricted",
+    "sample",
+]
 
 MAX_VOCAB_ON_DEVICE = 2**20
 

@@ -1,8 +1,17 @@
-"""Changes of single logits before the draw: bias and penalties. Plain torch; nothing in it waits for the device."""
+"""Changes of single logits before the draw: bias, penalties, and tokens that may not be drawn.
+
+Plain torch; nothing in it waits for the device.
+"""
 
 from typing import NamedTuple
 
 import torch
+
+FORBIDDEN = torch.finfo(torch.float32).min
+"""The logit of a token that may not be drawn. It stands for minus infinity, which `sample` takes for a fault of the
+model: at a temperature up to MAX_TEMPERATURE it has no mass in float64."""
+MAX_TEMPERATURE = 1e35
+"""Temperatures from here on draw the same: logits, of less than 1e18, have the same mass to the last bit."""
 
 
 class LogitChanges(NamedTuple):
@@ -17,6 +26,16 @@ class LogitChanges(NamedTuple):
     seen_row: torch.Tensor  # [M] int64
     seen_token: torch.Tensor  # [M] int64 of prompt and answer
     seen_count: torch.Tensor  # [M] int64 how often it was generated; 0: it is in the prompt alone
+
+
+class AllowedTokens(NamedTuple):
+    """Of G rows, each named once, the tokens that may be drawn; of the other rows all may.
+
+    Token t of row `row[g]` may be drawn if bit t % 32 of `words[g, t // 32]` is set, and not if there is no such word.
+    """
+
+    row: torch.Tensor  # [G] int64
+    words: torch.Tensor  # [G, W] int32, W > 0 if G is
 
 
 def changed(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
@@ -37,3 +56,26 @@ def changed(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
     values = values - changes.presence[changes.seen_row] * (changes.seen_count > 0)
     out[seen] = values.to(torch.float32)
     return out
+
+
+def restricted(logits: torch.Tensor, allowed: AllowedTokens) -> torch.Tensor:
+    """The logits [B, V] float32 with FORBIDDEN at all tokens that are not allowed; those allowed keep their bits.
+
+    No bias or penalty could bring minus infinity back, so that this may come after `changed` as well as before it.
+    """
+    vocab, reached = logits.shape[1], 32 * allowed.words.shape[1]
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    may = torch.zeros(len(allowed.row), vocab, dtype=torch.bool, device=logits.device)
+    may[:, :reached] = ((allowed.words[:, :, None] >> bits) & 1).flatten(1)[:, :vocab].to(torch.bool)
+    return logits.index_copy(0, allowed.row, torch.where(may, logits[allowed.row], FORBIDDEN))
+
+
+def only_allowed(tokens: torch.Tensor, allowed: AllowedTokens) -> torch.Tensor:
+    """The tokens [B] int64 that were drawn from `restricted` logits, with -1 for one that is not allowed: a row of
+    which nothing is allowed has no other."""
+    drawn = tokens[allowed.row]
+    word = (drawn.clamp(min=0) // 32)[:, None]
+    last = allowed.words.shape[1] - 1
+    bits = allowed.words.gather(1, word.clamp(max=last))[:, 0] >> (drawn % 32).to(torch.int32)
+    may = (bits & 1).to(torch.bool) & (word[:, 0] <= last)
+    return tokens.index_copy(0, allowed.row, torch.where(may, drawn, -1))

@@ -6,7 +6,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import torch
 
-from kernels.sampling import RowSampling, ref, tri
+from kernels.sampling import FORBIDDEN, RowSampling, ref, tri
 
 CHUNK, ROOM, BANDS = 16, 24, 8
 """Small, so that short rows have several chunks and some bands more logits than there is room."""
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     assert torch.equal(tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM, bands=BANDS), reference(logits, rows))
     for vocab in (1, 16, 17, 100, 300):
         generator = torch.Generator().manual_seed(vocab)
-        logits = torch.randn(18, vocab, generator=generator) * 4
+        logits = torch.randn(22, vocab, generator=generator) * 4
         logits[5:10] = logits[5:10].round()  # ties
         logits[13:16] = logits[13:16].round()
         logits[8:10], logits[9] = 0.0, -0.0
@@ -55,7 +55,8 @@ if __name__ == "__main__":
             logits[row, vocab // 2] = bad
         for row, mask in ((14, -1e9), (15, -3.4e38), (16, -100.0)):
             logits[row, torch.rand(vocab, generator=generator) < 0.9] = mask
-        rows = settings(18, generator)
+        logits[18:20, 1:] = logits[20:, :-1] = FORBIDDEN  # one is left
+        rows = settings(22, generator)
         actual = tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM, bands=BANDS)
         expected = reference(logits, rows)
         assert torch.equal(actual, expected), (vocab, actual, expected)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.sampling import RowSampling, sample
+from kernels.sampling import FORBIDDEN, RowSampling, sample
 from kernels.sampling.ref import inverse_cdf, uniform
 
 ROOT = Path(__file__).parents[2]
@@ -308,6 +308,19 @@ def test_the_device_draws_many_times_what_the_reference_draws() -> None:
         rows = rows_of(500, heat, k, p, seed=-9, min_p=least)
         tokens = sample(logits.expand(500, -1).cuda(), RowSampling(*(column.cuda() for column in rows)))
         assert torch.equal(tokens.cpu(), sample(logits.expand(500, -1), rows)), (heat, k, p, least)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [1, 2, 30])
+def test_the_device_draws_from_the_few_that_a_grammar_leaves(left: int) -> None:
+    """Against the CPU, and against those that are left."""
+    generator = torch.Generator().manual_seed(left)
+    logits = torch.randn(len(KINDS), 151_936, generator=generator) * 4
+    kept = torch.randint(0, 151_936, (len(KINDS), left), generator=generator)
+    masked = torch.full_like(logits, FORBIDDEN).scatter(1, kept, logits.gather(1, kept))
+    tokens = sample(masked.cuda(), rows_of_kinds("cuda")).cpu()
+    assert torch.equal(tokens, sample(masked, rows_of_kinds("cpu")))
+    assert bool((kept == tokens[:, None]).any(dim=1).all())
 
 
 @pytest.mark.gpu

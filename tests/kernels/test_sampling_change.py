@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.sampling import LogitChanges, changed
+from kernels.sampling import FORBIDDEN, AllowedTokens, LogitChanges, changed, only_allowed, restricted
 
 VOCAB = 12
 NUMBERS = st.floats(-8, 8, width=32)
@@ -78,6 +78,51 @@ def test_logits_of_fewer_bits_are_widened() -> None:
     rows: list[Row] = [(row, (1.3, 0.5, 0.25), {1: 2, 3: 0}, {3: -4.0}) for row in logits.tolist()]
     out = changed(logits, changes_of(rows))
     assert out.dtype == torch.float32 and torch.equal(out, changed(logits.float(), changes_of(rows)))
+
+
+def allowed_of(masks: dict[int, set[int]], words: int) -> AllowedTokens:
+    """`masks`: row -> its tokens."""
+    bits = [sum(1 << token for token in tokens).to_bytes(4 * words, "little") for tokens in masks.values()]
+    table = np.frombuffer(b"".join(bits), np.int32).reshape(len(masks), words if masks else 0)
+    return AllowedTokens(torch.tensor(list(masks), dtype=torch.int64), torch.tensor(table.copy()))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 63, 64, 65, 130])
+@pytest.mark.parametrize("words", [1, 2, 3, 5])
+def test_only_what_a_mask_names_keeps_its_logit(vocab: int, words: int) -> None:
+    """Against sets of tokens: masks that reach less far than the vocabulary, or further."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=generator)
+    everything = set(range(32 * words))
+    masks = {
+        3: {token for token in everything if token % 3},
+        0: everything,
+        4: set[int](),
+        2: {0, 30, 31} | {32 * words - 1},
+    }
+    allowed = allowed_of(masks, words)
+    out = restricted(logits, allowed)
+    for row in range(5):
+        mask = masks.get(row, set(range(vocab)))
+        assert out[row].tolist() == [
+            logit if token in mask else FORBIDDEN for token, logit in enumerate(logits[row].tolist())
+        ]
+        for token in (-1, *range(vocab)):
+            tokens = torch.full((5,), token)
+            assert only_allowed(tokens, allowed)[row] == (token if token in mask else -1)
+
+
+@pytest.mark.gpu
+def test_the_device_forbids_what_the_host_forbids() -> None:
+    """Against the CPU, bit for bit."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(4, 151_936, generator=generator) * 5
+    words = torch.randint(-(2**31), 2**31, (3, 4740), generator=generator).to(torch.int32)
+    allowed = AllowedTokens(torch.tensor([3, 0, 1]), words)
+    there = AllowedTokens(*(column.cuda() for column in allowed))
+    assert torch.equal(restricted(logits.cuda(), there).cpu(), restricted(logits, allowed))
+    tokens = torch.randint(-1, 151_936, (4,), generator=generator)
+    assert torch.equal(only_allowed(tokens.cuda(), there).cpu(), only_allowed(tokens, allowed))
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.protocol import Dtype
@@ -24,6 +25,7 @@ WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
 SEEN = np.arange(0, 512, 3, dtype=np.int32).tobytes()
 CHANGED = Changes(1.3, 0.5, 0.25, seen=SEEN, counts=SEEN, bias={5: 2.0, 400: -3.0})
 ASKING = Sampling(temperature=0.8, min_p=0.05, seed=8, changes=CHANGED, logprobs=3)
+HELD = replace(ASKING, changes=replace(CHANGED, allowed=b"\x92\x00\x10\x02" * 3))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def test_graphs_decode_what_eager_steps_decode(directory: str, batch: int) -> No
 
 def decode_rows(last: Sequence[int], starts: Sequence[int], pages: Sequence[list[int]]) -> list[SequenceStep]:
     return [
-        SequenceStep(s, [last[s]], start, pages[s][: start // PAGE_TOKENS + 1], (GREEDY, WARM, ASKING)[s % 3])
+        SequenceStep(s, [last[s]], start, pages[s][: start // PAGE_TOKENS + 1], (GREEDY, WARM, ASKING, HELD)[s % 4])
         for s, start in enumerate(starts)
     ]
 
@@ -143,7 +145,7 @@ def test_nothing_in_a_step_waits_for_the_device(directory: str) -> None:
             ("streamed", 9, GREEDY),
             ("decode", 1, GREEDY),
         ]
-        parts += [("demand", 9, ASKING), ("decode", 1, ASKING)]
+        parts += [("demand", 9, ASKING), ("decode", 1, ASKING), ("decode", 1, HELD)]
         for mode, rows, sampling in parts:
             step = RunStep(mode, [SequenceStep(0, prompt(rows, 3), 0, [0], sampling)])
             device.runner.run(step)

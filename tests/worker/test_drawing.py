@@ -1,16 +1,19 @@
 """Rows that want more than a plain draw, against each row drawn alone from logits changed by hand."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import sample
+from kernels.sampling import MAX_TEMPERATURE, RowSampling, sample
 from worker.drawing import BLOCK_ROWS, Drawn, extras_of, extras_on_device, read_logprobs, with_extras
 from worker.protocol import MAX_LOGPROBS, Changes, ExpertStats, Logprobs, RunStep, Sampling, SequenceStep, StepDone
 from worker.step_inputs import StepInputs, on_device, pack, packed_nbytes, step_arrays, views
 
 VOCAB = 60
+WORDS = 2
 CPU = torch.device("cpu")
 
 
@@ -18,7 +21,12 @@ def changes(seen: dict[int, int] | None = None, bias: dict[int, float] | None = 
     """`seen`: token -> how often it was generated."""
     seen = seen or {}
     ids, counts = (np.array(list(values), np.int32).tobytes() for values in (seen.keys(), seen.values()))
-    return Changes(**penalties, seen=ids, counts=counts, bias=bias or {})
+    return msgspec.structs.replace(Changes(seen=ids, counts=counts, bias=bias or {}), **penalties)
+
+
+def only(tokens: set[int], words: int = WORDS) -> bytes:
+    """The mask that allows these, of so many words."""
+    return sum(1 << token for token in tokens).to_bytes(4 * words, "little")
 
 
 def step_of(settings: list[Sampling | None]) -> RunStep:
@@ -54,7 +62,16 @@ def by_hand(logits: torch.Tensor, wanted: Changes) -> torch.Tensor:
     for token, count in zip(np.frombuffer(wanted.seen, np.int32).tolist(), counts, strict=True):
         logit = row[token] / wanted.repetition if row[token] > 0 else row[token] * wanted.repetition
         row[token] = logit - wanted.frequency * count - wanted.presence * (count > 0)
+    if wanted.allowed:
+        bits = int.from_bytes(wanted.allowed, "little")
+        row = [logit if bits >> token & 1 else -math.inf for token, logit in enumerate(row)]
     return torch.tensor(row)
+
+
+def by_elimination(logits: torch.Tensor, sampling: RowSampling) -> int:
+    """What is drawn when only the tokens with a logit above minus infinity are there."""
+    left = torch.isfinite(logits).nonzero()[:, 0]
+    return int(left[sample(logits[None, left], sampling)]) if len(left) else -1
 
 
 def kinds(seed: int) -> list[Sampling]:
@@ -68,20 +85,24 @@ def kinds(seed: int) -> list[Sampling]:
         msgspec.structs.replace(warm, logprobs=0),
         msgspec.structs.replace(warm, changes=changes(bias={8: 3.0}), logprobs=MAX_LOGPROBS),
         msgspec.structs.replace(warm, changes=changes({11: 1}, presence=2.0)),
+        Sampling(logprobs=1, changes=Changes(allowed=only({seed % VOCAB, 8, 59}))),
+        msgspec.structs.replace(warm, changes=msgspec.structs.replace(penalised, allowed=only({2, 3, 5, 7, 30}, 1))),
+        msgspec.structs.replace(warm, top_p=0.8, logprobs=0, changes=Changes(allowed=only({*range(9, 50)}))),
     ]
 
 
 @pytest.mark.parametrize("rows", [1, 2, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 6 * BLOCK_ROWS])
 def test_each_row_is_drawn_as_it_is_alone_from_logits_changed_by_hand(rows: int) -> None:
-    """Tokens are equal; log-probabilities are those of the logits before they were changed."""
-    settings = [kinds(row)[(row + rows) % 6] for row in range(rows)]
+    """Tokens are equal; log-probabilities are those of the logits before they were changed. Of a row that may draw some
+    tokens only the others are taken out, so that nothing can be drawn of them."""
+    settings = [kinds(row)[(row + rows) % len(kinds(row))] for row in range(rows)]
     logits = logits_of(rows, rows)
     tokens, told = draw([*settings], logits)
     sampling = inputs_of(step_of([*settings])).sampling
     for row, wanted in enumerate(settings):
         mine = by_hand(logits[row], wanted.changes or Changes())
         alone = type(sampling)(*(column[row : row + 1] for column in sampling))
-        assert tokens[row] == int(sample(mine[None], alone))
+        assert tokens[row] == by_elimination(mine, alone)
         assert (row in told) == (wanted.logprobs is not None)
         if wanted.logprobs is not None:
             expected = torch.log_softmax(logits[row].double(), dim=0)
@@ -94,8 +115,8 @@ def test_each_row_is_drawn_as_it_is_alone_from_logits_changed_by_hand(rows: int)
 def test_a_row_that_draws_nothing_shifts_nothing() -> None:
     """Against the same rows without it."""
     settings = kinds(5)
-    logits = logits_of(6)
-    assert draw([None, *settings[:3], None, *settings[3:]], logits)[1] == draw([*settings], logits)[1]
+    logits = logits_of(len(settings))
+    assert draw([None, *settings[:3], None, *settings[3:]], logits) == draw([*settings], logits)
 
 
 def test_changes_that_are_off_draw_what_a_plain_row_draws() -> None:
@@ -118,15 +139,49 @@ def test_a_bias_forces_and_forbids_a_token(temperature: float) -> None:
     assert all(token != best[i] for i, token in enumerate(draw([*forbidden], logits)[0]))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-300, 1e34, 1e36, 1.7e308])
+def test_what_is_not_allowed_is_never_drawn(temperature: float) -> None:
+    """Against the masks, whatever the temperature, and a bias that wants something else. Hot rows draw all that is
+    allowed; a row that nothing is allowed in draws nothing."""
+    masks = [{3, 31, 32, 59}, set(range(VOCAB)), {40}, set[int](), {0}]
+    settings = [
+        Sampling(temperature, seed=i, top_k=20 * (i % 2), changes=changes(bias={5: 100.0}))
+        for i in range(40 * len(masks))
+    ]
+    for i, sampling in enumerate(settings):
+        assert sampling.changes
+        allowed = msgspec.structs.replace(sampling.changes, allowed=only(masks[i % len(masks)]))
+        settings[i] = msgspec.structs.replace(sampling, changes=allowed)
+    tokens, _ = draw([*settings], logits_of(1).expand(len(settings), -1))
+    for i, mask in enumerate(masks):
+        drawn = set(tokens[i :: len(masks)])
+        assert drawn <= (mask or {-1})
+        assert i != 0 or temperature <= 1 or drawn == mask
+
+
+def test_no_temperature_above_the_largest_draws_otherwise() -> None:
+    """Against rows that nothing is forbidden in, which keep their temperature."""
+    for temperature in (MAX_TEMPERATURE, 1e40, 1e300):
+        plain = [Sampling(temperature, seed=i, changes=changes(bias={3: 1.0})) for i in range(100)]
+        whole = only(set(range(VOCAB)))
+        masked = [
+            msgspec.structs.replace(s, changes=msgspec.structs.replace(s.changes or Changes(), allowed=whole))
+            for s in plain
+        ]
+        assert draw([*masked], logits_of(100))[0] == draw([*plain], logits_of(100))[0]
+
+
 def test_a_row_without_finite_logits_has_no_token_whatever_is_changed() -> None:
-    """Against the docstring; its neighbours draw as ever."""
-    logits = logits_of(6)
+    """Against the docstring; its neighbours draw as ever. Nor if the fault is where no token is allowed."""
+    logits = logits_of(9)
     tokens, _ = draw([*kinds(1)], logits)
     logits[1, 4] = float("nan")
     logits[5, 40] = float("inf")
+    logits[6, 8] = float("nan")
+    logits[7, 40] = float("-inf")
     damaged, told = draw([*kinds(1)], logits)
-    assert damaged == [tokens[0], -1, *tokens[2:5], -1]
-    assert sorted(told) == [1, 3, 4] and told[4].drawn == pytest.approx(
+    assert damaged == [tokens[0], -1, *tokens[2:5], -1, -1, -1, tokens[8]]
+    assert sorted(told) == [1, 3, 4, 6, 8] and told[4].drawn == pytest.approx(
         float(torch.log_softmax(logits[4].double(), dim=0)[tokens[4]])
     )
 

@@ -200,6 +200,8 @@ GOOD = SequenceStep(0, [1, 2, 3, 4, 5], 0, [0, 1], GREEDY)
         ({"sample": Sampling(changes=Changes(seen=words(4, 50), counts=words(0, 1)))}, "changed logits"),
         ({"sample": Sampling(changes=Changes(seen=words(4, 5), counts=words(0)))}, "as many words"),
         ({"sample": Sampling(changes=Changes(seen=b"abc", counts=b"abc"))}, "as many words"),
+        ({"sample": Sampling(changes=Changes(allowed=bytes(7)))}, "allowed has 7 bytes: must be at most 2 words"),
+        ({"sample": Sampling(changes=Changes(allowed=bytes(12)))}, "allowed has 12 bytes"),
         ({"sample": Sampling(changes=Changes(seen=words(4, 5), counts=words(0, -1)))}, "not be negative"),
     ],
 )
