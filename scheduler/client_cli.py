@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -112,6 +113,13 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--stop", action="append", default=[], help="end before this text; may be given several times")
     flags.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    flags.add_argument(
+        "--json-schema",
+        type=json_grammar,
+        dest="grammar",
+        metavar="FILE_OR_JSON",
+        help="the answer is JSON of this schema, given as such or as a file that holds it",
+    )
     flags.add_argument("--json", action="store_true", help="print one JSON object per event")
     flags.add_argument(
         "--event-loop", choices=["auto", "uvloop", "selector"], default="auto", help="asyncio event loop"
@@ -147,6 +155,15 @@ def token_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"takes ID=VALUE, such as 5=-2.5, not {text!r}") from None
 
 
+def json_grammar(text: str) -> str:
+    """The grammar of the answers that match a schema. ArgumentTypeError if there is no JSON object."""
+    try:
+        schema = text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")
+        return f"start: %json {msgspec.json.encode(msgspec.json.decode(schema, type=dict)).decode()}"
+    except (OSError, ValueError) as error:  # also of a file that is not UTF-8, and of JSON that is none
+        raise argparse.ArgumentTypeError(f"no JSON schema can be read from {text[:100]!r}: {error}") from None
+
+
 def seed(text: str) -> int:
     """A seed; what is too large for a message can be refused here alone. ArgumentTypeError if it is none."""
     value = int(text) if text.lstrip("-").isdecimal() else -1
@@ -158,7 +175,7 @@ def seed(text: str) -> int:
 def sampling_of(stated: argparse.Namespace) -> Sampling:
     """The sampling that the flags state."""
     fields: dict[str, Any] = {name: getattr(stated, name, None) for name in Sampling.__struct_fields__}
-    fields |= {"stop_token_ids": [], "logit_bias": dict(stated.logit_bias)}
+    fields |= {"stop_token_ids": [], "logit_bias": dict(stated.logit_bias), "grammar": stated.grammar or ""}
     return Sampling(**fields)
 
 

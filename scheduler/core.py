@@ -187,6 +187,9 @@ class Core:
             if reason:
                 replies.append(Reply(request, request.finished(reason, now_s)))
                 self._end(request)
+            elif request.fault:
+                replies.append(Reply(request, Failed("grammar_failed", f"the grammar went wrong: {request.fault}")))
+                self._end(request)
         ended = any(request.phase == "ended" for request, _ in out)
         if ended or mode != "decode" or self.pages.states.available > slots:  # else there is no more room
             self._admit()

@@ -27,6 +27,12 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     `logprobs` asks for the log-probability of each token and of so many likeliest ones, 0 included. Of `n` answers,
     answer i is drawn by seed + i; if one fails, all do.
 
+    `grammar`, if not empty, is one in llguidance's Lark dialect, with a rule `start`, that the answer's text matches as
+    a whole: of a JSON schema `start: %json {...}`. Before all of the above the logit of a token that the text cannot go
+    on with becomes minus infinity; `logprobs` stay the model's own. Special tokens come only where the grammar names
+    them, end-of-sequence tokens only where it allows an end; where it allows nothing else, the answer ends by itself.
+    It is not whole if it ends by `max_tokens` ("length") or by one of `stop` or `stop_token_ids`.
+
     The answer ends at an end-of-sequence token (unless `ignore_eos`), at a token of `stop_token_ids`, before the first
     match of a string of `stop`, or after `max_tokens` new tokens; None is 256 or what the prompt leaves of the model's
     length, whichever is less. The token that ends an answer counts as a new token and is sent, but its text is not.
@@ -47,6 +53,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     n: int = 1
+    grammar: str = ""
 
 
 class Generate(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -353,7 +360,9 @@ class Failed(Struct, frozen=True, tag=True):
 
     Codes: wire (malformed or unknown fields), invalid_request, duplicate_request, no_tokenizer (only token_ids can be
     served), no_chat_template, context_length_exceeded, encode_timeout (the text took too long to become tokens),
-    queue_full, not_ready, draining, bad_logits (the model computes NaN or infinity), worker_failed, internal.
+    invalid_grammar (it does not compile, or takes too long to), queue_full, not_ready, draining, bad_logits (the model
+    computes NaN or infinity), grammar_failed (an answer got where its grammar allows nothing or is too much work),
+    worker_failed, internal.
     """
 
     code: str

@@ -7,7 +7,7 @@ waiting ──admit──> prefill ──last chunk──> decode ──> ended
 ```
 """
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from scheduler.paging import Holding, pages_for
 from scheduler.protocol import Finished, Logprobs, Reason, Timing, TokenLogprob, Tokens, Usage
 from scheduler.step_sampling import seen_tokens
 from scheduler.stopping import StopMatcher
-from worker.protocol import ExpertStats, Mode, SequenceStep
+from worker.protocol import Changes, ExpertStats, Mode, SequenceStep
 from worker.protocol import Logprobs as StepLogprobs
 from worker.protocol import Sampling as StepSampling
 
@@ -31,6 +31,28 @@ class Ending(Struct, frozen=True):
     max_tokens: int
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
+
+
+class AnswerGrammar(Protocol):
+    """What an answer must match, and where in it the answer is."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it matches and nothing can follow."""
+        ...
+
+    @property
+    def fault(self) -> str:
+        """Why there is no way on although it is not over; empty as long as there is one."""
+        ...
+
+    def allowed(self) -> bytes:
+        """The tokens that may come next, as worker.protocol.Changes has them."""
+        ...
+
+    def take(self, token: int) -> None:
+        """It is the answer's next one."""
+        ...
 
 
 class Request:
@@ -51,6 +73,7 @@ class Request:
         ending: Ending,
         detokenizer: Detokenizer | NoText,
         arrived_s: float,
+        grammar: AnswerGrammar | None = None,
     ) -> None:
         self.sequence = sequence
         self.phase: Phase = "waiting"
@@ -66,6 +89,7 @@ class Request:
         self._ending = ending
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(ending.strings)
+        self._grammar = grammar
         self._cost = _Cost()
         self._reached = 0  # the largest `computed` before it was preempted
         self._arrived_s = arrived_s
@@ -136,7 +160,10 @@ class Request:
         """Of a token of the answer that is known something is drawn all the same, which leaves the step a graph."""
         if not self.draws(count):
             return StepSampling() if self.phase == "decode" else None
-        return replace(self._sampling, changes=self._seen.told()) if self._seen else self._sampling
+        changes = self._seen.told() if self._seen else self._sampling.changes
+        if self._grammar:
+            changes = replace(changes or Changes(), allowed=self._grammar.allowed())
+        return replace(self._sampling, changes=changes)
 
     def took_part(self, count: int, mode: Mode, share: ExpertStats) -> None:
         """A step computed its next `count` tokens; `share` is its part of the step's expert traffic."""
@@ -167,8 +194,7 @@ class Request:
             reason = "stop"
         else:
             text = self._matcher.push(self._detokenizer.push(token))
-            if self.new_tokens >= self._ending.max_tokens:
-                reason = "length"
+            reason = self._full_at(token)
         if reason and not self._matcher.matched:
             text += self._matcher.push(self._detokenizer.flush())
             text += self._matcher.flush()
@@ -176,6 +202,19 @@ class Request:
             reason = "stop"
         told = [self._told(token, logprobs)] if logprobs else None
         return Tokens(text=text, token_ids=[token], logprobs=told), reason
+
+    def _full_at(self, token: int) -> Reason | None:
+        """Why the answer goes on with no token after this one."""
+        if self._grammar:
+            self._grammar.take(token)
+            if self._grammar.is_over:
+                return "stop"
+        return "length" if self.new_tokens >= self._ending.max_tokens else None
+
+    @property
+    def fault(self) -> str:
+        """Why its grammar has no way on; empty as long as there is one."""
+        return self._grammar.fault if self._grammar else ""
 
     def _told(self, token: int, logprobs: StepLogprobs) -> Logprobs:
         def entry(token_id: int, logprob: float) -> TokenLogprob:

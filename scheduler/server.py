@@ -16,6 +16,7 @@ from scheduler.activity import activity_reply, ask_residency
 from scheduler.choices import Choices
 from scheduler.counters import stats_reply
 from scheduler.encoding import Encoder
+from scheduler.grammar import GrammarCompiler, GrammarMatcher
 from scheduler.health import health_reply
 from scheduler.lane import Lane
 from scheduler.policy import route
@@ -51,6 +52,7 @@ class SchedulerServer:
         self._idle.set()
         self._tally = Tally()
         self._encoder = Encoder()
+        self._compiler = GrammarCompiler()
 
     def bind(self, endpoint: str) -> str:
         """Bind; the endpoint really bound. ConfigError if it is taken."""
@@ -88,6 +90,7 @@ class SchedulerServer:
         """Close the socket; `end` comes first."""
         await self._rpc.close()
         self._encoder.close()
+        self._compiler.close()
 
     async def _handle(self, call: Call[protocol.Request, protocol.Reply]) -> protocol.Reply:
         match call.request:
@@ -146,7 +149,7 @@ class SchedulerServer:
     async def _prepare(self, service: Service, ticket: Ticket, generate: Generate) -> list[Request]:
         """The checked requests, one for each answer.
 
-        Raises as Encoder.run does for a text, and PeerDied if the client of one is gone.
+        Raises as Encoder.run does for a text and GrammarCompiler.run for a grammar, and PeerDied if its client is gone.
         """
         check_generate(generate, service.text.has_text, service.vocab_size)
         prompt = generate.token_ids
@@ -160,6 +163,7 @@ class SchedulerServer:
         if not sampling.ignore_eos:
             ending_tokens |= service.text.eos_token_ids
         seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed
+        matchers = await self._matchers(service, ticket, sampling)
         return [
             Request(
                 sequence=next(self._sequences),
@@ -168,9 +172,23 @@ class SchedulerServer:
                 ending=Ending(max_tokens, ending_tokens, tuple(sampling.stop)),
                 detokenizer=service.text.detokenizer(),
                 arrived_s=ticket.arrived_s,
+                grammar=matchers[i] if matchers else None,
             )
             for i in range(sampling.n)
         ]
+
+    async def _matchers(
+        self, service: Service, ticket: Ticket, sampling: protocol.Sampling
+    ) -> list[GrammarMatcher] | None:
+        """One for each answer; None if no grammar is asked for."""
+        if not sampling.grammar:
+            return None
+        grammars = service.grammars
+        if grammars is None:
+            raise RequestRefused("no_tokenizer", "grammar needs a tokenizer.json of a kind that llguidance can read")
+        return await self._compiler.run(
+            lambda: grammars.matchers(sampling.grammar, sampling.n), ticket.outbox.say_it_waits
+        )
 
     def _submit(self, service: Service, ticket: Ticket, requests: list[Request]) -> None:
         """Hand them to the worker that suits them best. RequestRefused if none lives or too many wait already."""

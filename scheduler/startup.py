@@ -14,10 +14,11 @@ from copyengine.wire.lifecycle import Progress
 from copyengine.wire.loop import resolve
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, CoreLimits
+from scheduler.grammar import Grammars
 from scheduler.lane import Lane
 from scheduler.preflight import max_model_len
 from scheduler.ticket import Service
-from scheduler.tokenize import load_text_codec
+from scheduler.tokenize import TextCodec, load_text_codec
 from worker.client import WorkerClient
 from worker.protocol import Load, Loaded, LoadProgress
 
@@ -117,14 +118,26 @@ def build_service(config: SchedulerConfig, workers: list[WorkerClient], loaded: 
         Lane(f"worker{i}", each, new_core(config, threshold, facts), facts) for i, (each, facts) in enumerate(pairs)
     ]
     positions = min(facts.max_position for facts in loaded)
+    text = load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides))
+    vocab_size = min(facts.vocab_size for facts in loaded)
     return Service(
-        text=load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides)),
-        vocab_size=min(facts.vocab_size for facts in loaded),
+        text=text,
+        vocab_size=vocab_size,
         max_model_len=max_model_len(config, positions, min(facts.kv_tokens for facts in loaded)),
         max_queued=config.max_queued_requests,
         demand_tokens=threshold,
         lanes=lanes,
+        grammars=_grammars(text, vocab_size),
     )
+
+
+def _grammars(text: TextCodec, vocab_size: int) -> Grammars | None:
+    """None if no answer can be held to a grammar."""
+    try:
+        return text.grammars(vocab_size)
+    except ValueError as error:
+        log.warning("requests with a grammar will be refused: llguidance cannot read the tokenizer: %s", error)
+        return None
 
 
 def new_core(config: SchedulerConfig, demand_tokens: int, facts: Loaded) -> Core:

@@ -8,14 +8,12 @@ from msgspec import Struct
 
 from copyengine.wire.errors import PeerDied
 from scheduler.choices import Choices
+from scheduler.grammar import Grammars
 from scheduler.lane import Lane
 from scheduler.protocol import Failed, Finished, Tokens
 from scheduler.request import Request
+from scheduler.timed_threads import KEEPALIVE_S
 from scheduler.tokenize import TextCodec
-
-KEEPALIVE_S = 5.0
-"""A request that has waited for one to two times as long gets an empty Tokens: its client sees that we live, and we see
-whether it does."""
 
 
 class Service(Struct, frozen=True):
@@ -27,6 +25,7 @@ class Service(Struct, frozen=True):
     max_queued: int
     demand_tokens: int  # the threshold in force: 0 for a dense model
     lanes: list[Lane]
+    grammars: Grammars | None = None  # None if the tokenizer is none for them, or there is none
 
 
 class ClientOutbox:

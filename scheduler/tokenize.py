@@ -12,6 +12,7 @@ from copyengine.checkpoint.keys import show
 from copyengine.wire.errors import ConfigError, RequestRefused
 from scheduler.chat_template import ChatTemplate
 from scheduler.detokenize import Detokenizer, NoText
+from scheduler.grammar import Grammars
 from scheduler.protocol import Generate, Message
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -100,6 +101,15 @@ class TextCodec:
     def detokenizer(self) -> Detokenizer | NoText:
         """A fresh detokenizer for one answer."""
         return Detokenizer(self._tokenizer, self._special) if self._tokenizer else NoText()
+
+    def grammars(self, vocab_size: int) -> Grammars | None:
+        """What makes matchers for answers of a model of `vocab_size` tokens; None if there is no tokenizer.
+
+        Raises as Grammars does, and takes as long.
+        """
+        if self._tokenizer is None:
+            return None
+        return Grammars(self._tokenizer.to_str(), self._tokenizer.get_vocab_size(), self.eos_token_ids, vocab_size)
 
     def _encode(self, text: str, max_tokens: int | None, add_special_tokens: bool) -> list[int]:
         tokenizer = self._text_tokenizer()

@@ -59,6 +59,15 @@ def next_token(token: int, vocab_size: int) -> int:
     return max(3, (token + 1) % vocab_size)
 
 
+def restricted(token: int, sequence: SequenceStep) -> int:
+    """What it draws where a grammar forbids `token`: the largest that is allowed, -1 if none is."""
+    changes = sequence.sample.changes if sequence.sample else None
+    if changes is None or not changes.allowed:
+        return token
+    bits = int.from_bytes(changes.allowed, "little")
+    return token if bits >> token & 1 else bits.bit_length() - 1
+
+
 def expected(prompt: list[int], count: int, vocab_size: int) -> list[int]:
     """The first `count` tokens of the answer."""
     tokens = [prompt[-1]]
@@ -149,7 +158,7 @@ class FakeWorker:
             self.fatal -= fatal
             raise COPY_FAILED
         vocab_size = self.facts.vocab_size
-        tokens = [next_token(s.tokens[-1], vocab_size) if s.sample else -1 for s in step.sequences]
+        tokens = [restricted(next_token(s.tokens[-1], vocab_size), s) if s.sample else -1 for s in step.sequences]
         tokens = [-1 if s.tokens[-1] in self.bad else t for s, t in zip(step.sequences, tokens, strict=True)]
         if self.short:
             tokens.pop()

@@ -208,6 +208,19 @@ def test_flags_state_the_sampling(flags: list[str], sampling: Sampling) -> None:
     assert sampling_of(parser().parse_args(flags)) == sampling
 
 
+def test_a_schema_is_given_as_such_or_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"type":\n "integer"}', "utf-8")
+    for text in (str(path), ' {"type": "integer"}'):
+        stated = parser().parse_args([f"--json-schema={text}"])
+        assert sampling_of(stated).grammar == 'start: %json {"type":"integer"}'
+    path.write_text("[1]", "utf-8")
+    for text in (str(path), str(tmp_path / "none"), '{"type": }', ""):
+        with pytest.raises(SystemExit):
+            parser().parse_args([f"--json-schema={text}"])
+        assert f"no JSON schema can be read from {text!r}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("bias", ["5", "a=1", "5=", "5=x"])
 def test_a_bias_that_is_none_is_refused(bias: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -95,7 +95,7 @@ def test_no_more_threads_are_stuck_than_there_may_be_and_they_serve_again(monkey
 
 
 def test_whoever_waits_is_asked_now_and_then_and_may_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "KEEPALIVE_S", 0.01)
+    monkeypatch.setattr("scheduler.timed_threads.KEEPALIVE_S", 0.01)
     asked = list[int]()
 
     def leaves() -> None:

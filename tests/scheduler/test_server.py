@@ -628,7 +628,7 @@ def test_a_text_that_takes_long_keeps_its_client_waiting_and_is_refused_at_last(
         return encode(codec, generate, most)
 
     monkeypatch.setattr(TextCodec, "encode", slow)
-    monkeypatch.setattr("scheduler.encoding.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("scheduler.timed_threads.KEEPALIVE_S", 0.02)
 
     async def main() -> None:
         async with engine(model) as rig, rig.client() as client:
@@ -663,7 +663,7 @@ def test_a_client_that_leaves_while_its_text_becomes_tokens_is_waited_for_no_mor
         return [5]
 
     monkeypatch.setattr(TextCodec, "encode", stuck)
-    monkeypatch.setattr("scheduler.encoding.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("scheduler.timed_threads.KEEPALIVE_S", 0.02)
 
     async def main() -> None:
         async with engine(model) as rig, rig.client() as gone:

@@ -7,7 +7,7 @@ import pytest
 
 from copyengine.wire.errors import RequestRefused
 from scheduler.protocol import Generate, Message, Sampling
-from scheduler.validate import check_generate, check_prompt
+from scheduler.validate import MAX_GRAMMAR_CHARS, check_generate, check_prompt
 
 HI = [Message("user", "hi")]
 VOCAB = 100
@@ -127,8 +127,27 @@ def test_the_edges_of_each_range_are_accepted(field: str, value: Any) -> None:
     check_generate(Generate(prompt="a", sampling=Sampling(**{field: value})), True, VOCAB)
 
 
+def test_a_grammar_is_refused_that_is_too_long_or_may_not_end() -> None:
+    """Against the code and the words; the edge of its length is accepted."""
+    longest = MAX_GRAMMAR_CHARS
+    check_generate(Generate(prompt="a", sampling=Sampling(grammar="x" * longest)), True, VOCAB)
+    for sampling, code, said in (
+        (Sampling(grammar="x" * (longest + 1)), "invalid_grammar", f"has {longest + 1} characters, at most {longest} "),
+        (Sampling(grammar="x", ignore_eos=True), "invalid_request", "ignore_eos cannot be asked for with it"),
+    ):
+        with pytest.raises(RequestRefused, match=f"grammar .*{said}") as refused:
+            check_generate(Generate(prompt="a", sampling=sampling), True, VOCAB)
+        assert refused.value.code == code
+
+
 @pytest.mark.parametrize(
-    "fields", [{"prompt": "a"}, {"messages": HI}, {"token_ids": [1], "sampling": Sampling(stop=["x"])}]
+    "fields",
+    [
+        {"prompt": "a"},
+        {"messages": HI},
+        {"token_ids": [1], "sampling": Sampling(stop=["x"])},
+        {"token_ids": [1], "sampling": Sampling(grammar="start: /a/")},
+    ],
 )
 def test_without_a_tokenizer_only_token_ids_are_served(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused) as refused:
