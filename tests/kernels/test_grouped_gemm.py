@@ -354,9 +354,9 @@ EACH_BLOCK_M = {1: 1, 16: 100, 32: 1000, 64: 2000, 128: 5000}
 
 
 def expect_tiles_fit(
-    capability: int, kind: ExpertFormat, geometry: tuple[int, int], tokens: int, stack_nbytes: int = 0
+    capability: int, kind: ExpertFormat, geometry: tuple[int, int], tokens: int, **most: int
 ) -> list[str]:
-    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts; they fit the GPU, and the stack no more."""
+    """The PTX of both kernels for T = `tokens` of 10 routes to 512 experts, which fit the GPU."""
     from kernels.grouped_gemm import tri, tri_few
     from tests.kernels.compiled_for import SHARED_NBYTES, expect_fits
 
@@ -378,7 +378,7 @@ def expect_tiles_fit(
         types = {name: type_ for name, type_ in kernel_types().items() if name in kernel.arg_names}
         if kind.name == "float32":
             types = {name: "*fp32" if type_ == "*bf16" else type_ for name, type_ in types.items()}
-        texts.append(expect_fits(kernel, types, arguments, capability, stack_nbytes).asm["ptx"])
+        texts.append(expect_fits(kernel, types, arguments, capability, **most).asm["ptx"])
     return texts
 
 
@@ -394,14 +394,10 @@ def test_the_largest_tiles_fit_99_kib_of_shared_memory(kind: str) -> None:
 @pytest.mark.parametrize("capability", [80, 86, 89, 120])
 @pytest.mark.parametrize("kind", COMPILED)
 def test_every_tile_fits_gpus_without_warpgroup_instructions(kind: str, capability: int) -> None:
-    """Against shared memory and registers, in sizes that are and that are no multiples of what a step takes.
-
-    Up to eight registers of a thread may go to the stack, as some do by Triton 3.7; what does not fit takes hundreds of
-    bytes.
-    """
+    """Against shared memory and registers, in sizes that are and that are no multiples of what a step takes."""
     pytest.importorskip("triton")
     for geometry, tokens in itertools.product(((2560, 640), (2880, 2880), (1024, 736)), EACH_BLOCK_M.values()):
-        expect_tiles_fit(capability, COMPILED[kind], geometry, tokens, stack_nbytes=32)
+        expect_tiles_fit(capability, COMPILED[kind], geometry, tokens)
 
 
 @pytest.mark.slow
@@ -411,7 +407,7 @@ def test_every_tile_fits_the_shared_memory_of_sm_90(kind: str) -> None:
     """Against 227 KiB; some of the largest tiles, which were the fastest of a sweep, keep registers on the stack."""
     pytest.importorskip("triton")
     for geometry, tokens in itertools.product(((2560, 640), (2880, 2880)), EACH_BLOCK_M.values()):
-        expect_tiles_fit(90, COMPILED[kind], geometry, tokens, 1 << 20)
+        expect_tiles_fit(90, COMPILED[kind], geometry, tokens, stack_nbytes=1 << 20)
 
 
 def test_the_rounding_of_inputs_compiles() -> None:
