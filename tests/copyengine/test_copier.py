@@ -644,20 +644,31 @@ def test_a_bug_in_the_loop_is_told(worker: Worker, caplog: pytest.LogCaptureFixt
     assert not copier.stop()  # nobody knows what is in flight
 
 
-def test_the_worker_learns_for_how_long_its_copies_were_under_way(
+def test_a_worker_on_the_host_knows_how_long_a_query_took_when_its_flag_is_up(
     copier: Copier, device: Device, worker: Worker
 ) -> None:
-    """On the host it knows when the flag is up; where copies stay in flight until they have been seen to land."""
+    """Of one that failed too; of prefetch, for which no step waits, nothing."""
+    took_us: list[int] = []
+
+    def write_flag(stream: Stream, flags: Memory, index: int, value: int) -> None:
+        took_us.append(worker.writer.busy_us())
+        HostCopyDevice.write_flag(device, stream, flags, index, value)
+
+    device.write_flag = write_flag  # type: ignore[method-assign]
     copier.attach(worker.attachment).result(10)
     start_s = time.monotonic()
-    for flag, kind in enumerate(KINDS):
-        worker.put(flag, kind, (1, 3), (1, 3))
-        until(lambda flag=flag: worker.flag(flag) == LANDED)  # type: ignore[misc]
-        took_us = worker.writer.busy_us()
-        assert (took_us == 0) == (kind == "prefetch") and took_us <= (time.monotonic() - start_s) * 1e6
-    worker.put(3, "stream", (1, 5, 2))
-    until(lambda: worker.flag(3) == FAILED)
-    assert worker.writer.busy_us() > 0
+    queries: tuple[tuple[Kind, int], ...] = (
+        ("demand", 3),
+        ("stream", 3),
+        ("prefetch", 3),
+        ("stream", 5),
+        ("demand", 5),
+    )
+    for flag, (kind, expert) in enumerate(queries):
+        worker.put(flag, kind, (1, expert), (1, expert))
+        until(lambda flag=flag: worker.flag(flag) == (LANDED if flag < 3 else FAILED))  # type: ignore[misc]
+    assert [us > 0 for us in took_us] == [True, True, False, True, True]
+    assert sum(took_us) <= (time.monotonic() - start_s) * 1e6
 
 
 def test_copies_in_flight_count_until_they_have_landed_and_once(copier: Copier, device: Device, worker: Worker) -> None:
