@@ -60,11 +60,11 @@ class App:
             await while_there(receive, self._serve(route, call, scope, receive, send))
         except TooSlow as error:
             log.warning("%s is given up: %s", request_id, error)
-            scope["extensions"][ABORT]()
+            await _cut_off(scope, receive)
         except asyncio.CancelledError:
             if not self._front.draining:
                 raise
-            scope["extensions"][ABORT]()  # the process ends, and this request had not come to anything
+            await _cut_off(scope, receive)  # the process ends, and this request had not come to anything
         finally:
             self._bodies.release(len(body))
             if route.serves:
@@ -177,6 +177,12 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         for task in (working, leaving):
             if not task.cancelled():
                 task.exception()  # raised above, or of no interest any more
+
+
+async def _cut_off(scope: Scope, receive: Receive) -> None:
+    """End the connection, and do not return before the server knows, which would otherwise miss an answer."""
+    scope["extensions"][ABORT]()
+    await _left(receive)
 
 
 async def _left(receive: Receive) -> None:

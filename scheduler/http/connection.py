@@ -35,6 +35,7 @@ class Connection(HttpToolsProtocol):
         """Begin, unless there are too many."""
         super().connection_made(transport)
         self._headers_nbytes = 0
+        self._deaf = False  # what comes is not read any more
         self._reading_since_s: float | None = self.loop.time()  # headers; None while none are awaited
         self._unread_nbytes = 0
         self._unread_since_s = self.loop.time()
@@ -49,9 +50,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count bytes as long as they belong to headers."""
-        if self.transport.is_closing():
+        if self._deaf or self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if not self._answering:
             if self._reading_since_s is None:
                 self._reading_since_s, self._headers_nbytes = self.loop.time(), 0
             self._headers_nbytes += len(data)
@@ -70,18 +71,32 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
-        """They are there."""
+        """They are there.
+
+        Those of a request that comes before the one ahead of it is answered are not taken: the connection ends after
+        that answer, as HTTP allows. uvicorn would stop reading, and then not notice that the client leaves.
+        """
         self._reading_since_s = None
+        ahead = self.cycle if self._answering else None
         super().on_headers_complete()
+        if ahead is not None:
+            self.pipeline.clear()
+            self.cycle, ahead.keep_alive, self._deaf = ahead, False, True
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """What was sent is no HTTP."""
         self._refuse("400 Bad Request", "invalid_request_error", "malformed_http", "this is not HTTP/1.1")
 
+    @property
+    def _answering(self) -> bool:
+        """Whether a request has come whose answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse(self, status: str, kind: str, code: str, message: str) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # else it would land in the middle of an answer
+        if not self._answering:  # else it would land in the middle of an answer
             error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
             body = json.dumps({"error": error})
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
@@ -95,8 +110,9 @@ class Connection(HttpToolsProtocol):
             self._reading_since_s = None
             self._refuse("408 Request Timeout", "invalid_request_error", "headers_timeout", "no headers came in time")
         unread = self.transport.get_write_buffer_size()
-        answering = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
-        if answering or not unread or unread <= self._unread_nbytes - UNREAD_NBYTES:
+        streaming = self._answering and not self.transport.is_closing()
+        written = unread > self._unread_nbytes  # since the last look
+        if streaming or written or not unread or unread <= self._unread_nbytes - UNREAD_NBYTES:
             self._unread_nbytes, self._unread_since_s = unread, now_s
         elif now_s - self._unread_since_s > UNREAD_S:
             self.transport.abort()

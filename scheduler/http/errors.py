@@ -24,6 +24,10 @@ RETRY_START_S = 5
 """Retry-After, in seconds: of a queue that is full, of an engine that loads or restarts."""
 
 
+MAX_NAME_CHARS = 200
+"""Of a name that a client made up, when it is sent back."""
+
+
 class ErrorBody(Struct, frozen=True):
     """What went wrong. `param` names the field of the request that is wrong, `code` is for programs."""
 
@@ -124,20 +128,20 @@ def internal(request_id: str) -> ApiError:
 
 def malformed(error: msgspec.DecodeError) -> ApiError:
     """400: a body that is no JSON, or not what the endpoint takes."""
-    text = str(error)
     if not isinstance(error, msgspec.ValidationError):
-        return invalid(f"the body is not valid JSON: {text}", code="malformed_json")
-    reason, _, place = text.replace("`", "'").partition(" - at ")
-    unknown = re.search(r"unknown field '(.*)'", reason, re.DOTALL)
-    field = place.strip("'").removeprefix("$").removeprefix(".")
-    if unknown:
-        param = f"{field}.{unknown[1]}" if field else unknown[1]
+        return invalid(f"the body is not valid JSON: {error}", code="malformed_json")
+    text = str(error).replace("`", "'")
+    reason, _, place = text.rpartition(" - at '") if " - at '" in text else (text, "", "")
+    field = place.partition("$")[2].strip("'").removeprefix(".")[:MAX_NAME_CHARS]
+    if place.startswith("key'"):
+        reason = f"a key: {reason}"
+    named = re.search(r"(unknown|missing required) field '(.*)'", reason, re.DOTALL)
+    if named is None:
+        return invalid(f"{field}: {reason}" if field else reason, field or None)
+    param = ".".join(filter(None, (field, named[2][:MAX_NAME_CHARS])))
+    if named[1] == "unknown":
         return invalid(f"{param} is not supported: no such field is known", param, "unsupported_parameter")
-    missing = re.search(r"missing required field '(.*)'", reason)
-    if missing:
-        param = f"{field}.{missing[1]}" if field else missing[1]
-        return invalid(f"{param} is required", param, "missing_required_parameter")
-    return invalid(f"{field}: {reason}" if field else reason, field or None)
+    return invalid(f"{param} is required", param, "missing_required_parameter")
 
 
 _PATHS = re.compile(r"(?<![\w/.:])(?:[A-Za-z]:[\\/]|\\\\|~/|/)[^\s'\",;:)]+")
@@ -167,7 +171,8 @@ def api_error(error: SlotstreamError, request_id: str) -> ApiError:
 def _refused(error: RequestRefused, request_id: str) -> ApiError:
     match error.code:
         case "invalid_request" | "no_tokenizer" | "no_chat_template" | "encode_timeout" | "invalid_grammar":
-            return invalid(without_paths(error.detail), _field(error.detail), error.code)
+            detail = re.sub(r"^token_ids\b", "prompt", error.detail)  # as who sent it calls it
+            return invalid(without_paths(detail), _field(detail), error.code)
         case "context_length_exceeded":
             return invalid(without_paths(error.detail), code=error.code)
         case "queue_full":
@@ -192,4 +197,4 @@ def _unavailable(code: str, message: str) -> ApiError:
 def _field(detail: str) -> str | None:
     """The field that the engine complains of: it names it first."""
     name = re.match(r"\w*", detail)
-    return name[0] if name and name[0] in Sampling.__struct_fields__ else None
+    return name[0] if name and name[0] in ("prompt", *Sampling.__struct_fields__) else None

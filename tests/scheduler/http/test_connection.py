@@ -1,0 +1,195 @@
+"""What a client may leave undone on its connection, and for how long; with limits made short."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from scheduler.http import connection
+from tests.scheduler.http.rig import Connection, serving
+from tests.scheduler.rig import on_loop
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WATCH_S", 0.05)
+
+
+async def refusal(client: Connection) -> tuple[bytes, str]:
+    """Status and code of what the server says before it ends the connection."""
+    head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return head.split()[1], error["code"]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"G", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "a byte", "half"]
+)
+def test_headers_must_come_in_time(model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """On a new connection and on one that has had an answer."""
+    monkeypatch.setattr(connection, "HEADERS_S", 0.3)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            for used in (False, True):
+                slow = Connection(rig.port)
+                if used:
+                    await slow.send(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                    await slow.until(b"live")
+                if sent or not used:  # else it is kept for other requests, see below
+                    await slow.send(sent)
+                    assert await refusal(slow) == (b"408", "headers_timeout")
+                slow.close()
+            await rig.gone()
+
+    on_loop(event_loop, main)
+
+
+def test_a_connection_without_requests_is_kept_so_long(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving(model) as rig:
+            rig.server.config.timeout_keep_alive = 1
+            idle = Connection(rig.port)
+            await idle.send(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            await idle.until(b"live")
+            assert await idle.rest() == b""
+            idle.close()
+
+    on_loop("selector", main)
+
+
+def test_headers_have_a_size(model: Path, event_loop: str) -> None:
+    """In one header or in many; just below it they are served, however they are cut."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            for header in (b"X: " + b"y" * 70_000 + b"\r\n", b"X: y\r\n" * 12_000):
+                large = Connection(rig.port)
+                await large.send(b"GET /health/live HTTP/1.1\r\n" + header)
+                assert await refusal(large) == (b"431", "headers_too_large")
+                large.close()
+            good = Connection(rig.port)
+            request = b"GET /health/live HTTP/1.1\r\nX: " + b"y" * 60_000 + b"\r\n\r\n"
+            for i in range(0, len(request), 10_000):
+                await good.send(request[i : i + 10_000])
+                await asyncio.sleep(0.01)
+            assert b"200 OK" in await good.until(b"live")
+            good.close()
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100]
+)
+def test_what_is_no_http_is_told_so(model: Path, junk: bytes) -> None:
+    async def main() -> None:
+        async with serving(model) as rig:
+            client = Connection(rig.port)
+            await client.send(junk)
+            assert await refusal(client) == (b"400", "malformed_http")
+            client.close()
+            assert (await rig.post(prompt=[5], max_tokens=1)).status_code == 200
+
+    on_loop("selector", main)
+
+
+def test_there_are_so_many_connections_and_no_more(
+    model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            held = [Connection(rig.port) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            further = Connection(rig.port)
+            assert await refusal(further) == (b"503", "overloaded")
+            further.close()
+            for one in held:
+                one.close()
+            await rig.gone()
+            assert (await rig.http.get("/health/live")).status_code == 200
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_request_sent_before_the_answer_to_the_one_ahead(model: Path, event_loop: str, together: bool) -> None:
+    """Is not answered: the connection ends after that answer. And that the client leaves is noticed all the same."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            rig.engine.worker.step_s = 0.01
+            second = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+            body = b'{"prompt": [5], "max_tokens": 5}'
+            head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            for count, leaves in ((b"5", False), (b"4000", True)):
+                content = body.replace(b"5}", count + b"}")
+                client = Connection(rig.port)
+                await client.send(head % len(content) + content + (second if together else b""))
+                if not together:
+                    await rig.engine.settled(1)
+                    await client.send(second * 2000)
+                if leaves:
+                    await rig.engine.settled(1)
+                    client.close()
+                else:
+                    got = await client.rest()
+                    assert got.count(b"HTTP/1.1 200 OK") == 1 and b"text_completion" in got
+                    client.close()
+                await rig.at_rest()
+                await rig.gone()
+            assert (await rig.front.client.stats()).aborted == 1
+
+    on_loop(event_loop, main)
+
+
+LONG = 300_000
+"""Words whose token ids are more than the system holds for who does not read."""
+
+
+def test_an_answer_whose_end_is_not_read(model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is written at once nobody waits for the end; the connection does not wait for ever."""
+    monkeypatch.setattr(connection, "UNREAD_S", 0.5)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            for more in (b"", b"connection: close\r\n"):
+                slow = Connection(rig.port, receive_nbytes=4096)
+                content = b'{"prompt": "%b"}' % (b"ab " * LONG)
+                head = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\n" + more
+                await slow.send(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+                await slow.until(b"200 OK")
+                await rig.at_rest()
+                await rig.gone()
+                slow.close()
+
+    on_loop(event_loop, main)
+
+
+def test_an_answer_whose_end_is_read_slowly_is_not_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 KiB at a time are enough."""
+    monkeypatch.setattr(connection, "UNREAD_S", 0.5)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            slow = Connection(rig.port, receive_nbytes=65536)
+            await slow.post("/tokenize", prompt="ab " * LONG)
+            got = await slow.until(b"\r\n\r\n")
+            length = int(got.lower().split(b"content-length: ")[1].split()[0])
+            got = got.partition(b"\r\n\r\n")[2]
+            assert length > 1_000_000
+            while len(got) < length:
+                part = await slow.receive(65536)
+                assert part
+                got += part
+                await asyncio.sleep(0.01)
+            reply = json.loads(got)
+            assert len(reply["tokens"]) == reply["count"] >= LONG
+            slow.close()
+
+    on_loop("selector", main)
