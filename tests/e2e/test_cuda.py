@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -134,6 +136,39 @@ def test_thresholds_do_not_change_the_text(flash_next: Path) -> None:
             texts.append([greedy(engine, [prompt])[0] for prompt in asked])
     assert texts == [texts[0]] * 4
     assert len({tuple(text) for text in texts[0]}) == len(asked)
+
+
+def test_structured_answers_and_what_is_seen_of_a_gpu() -> None:
+    """Answers held to a JSON schema, beside a plain one that is unchanged by them, greedy and drawn; the residency that
+    the page shows is what the worker counts; and the HTTP front completes to the same text."""
+    digit = {"enum": list(range(10))}
+    schema = {"type": "object", "properties": {"n": digit}, "required": ["n"], "additionalProperties": False}
+    grammar = f"start: %json {json.dumps(schema | {'x-guidance': {'whitespace_flexible': False}})}"
+    plain = prompts(300, (30,))[0]
+
+    async def session(client: Client) -> None:
+        alone = await client.generate(token_ids=plain, sampling=Sampling(max_tokens=NEW_TOKENS)).text()
+        held = [Sampling(max_tokens=200, temperature=t, seed=3, n=2, grammar=grammar) for t in (0.0, 1.0)]
+        texts = asyncio.gather(*(client.generate(prompt="a number", sampling=each).texts() for each in held))
+        beside = await client.generate(token_ids=plain, sampling=Sampling(max_tokens=NEW_TOKENS)).text()
+        assert beside == alone
+        for text in [text for both in await texts for text in both]:
+            assert json.loads(text)["n"] in digit["enum"]
+        (seen,) = (await client.activity()).residency
+        assert sum(byte.bit_count() for byte in seen.resident) == (await client.stats()).workers[0].resident_slots > 0
+        body = {"prompt": plain, "max_tokens": NEW_TOKENS, "temperature": 0}
+        assert await asyncio.to_thread(completed, engine.fact("HTTP"), body) == alone
+
+    with running(*CUDA, "--dtype", "float32", "--slots", "128", "--http-port", "0") as engine:
+        engine.over(session)
+
+
+def completed(url: str, body: dict[str, Any]) -> str:
+    """The text that the front at `url` completes with."""
+    headers = {"Content-Type": "application/json"}
+    with urlopen(Request(f"{url}/completions", json.dumps(body).encode(), headers), timeout=60) as reply:
+        text: str = json.load(reply)["choices"][0]["text"]
+    return text
 
 
 @pytest.mark.timeout(600)
