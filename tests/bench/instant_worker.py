@@ -1,12 +1,13 @@
 """A worker process whose model takes no time, so that only the scheduler works.
 
 The worker's own server, protocol and compute thread with a made-up engine behind them: the next token is the last one
-plus one, and every step reports the same expert traffic.
+plus one, and every step reports the same expert traffic. With `--step-ms` a step takes that long, asleep.
 """
 
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 
 import zmq.asyncio
@@ -38,7 +39,8 @@ TRAFFIC = ExpertStats(1, LAYERS * ROUTED, LAYERS * ROUTED - 2, 2, 2 * RECORD_NBY
 class InstantEngine:
     """See worker.server.Engine."""
 
-    def __init__(self, load: Load, vocab_size: int) -> None:
+    def __init__(self, load: Load, vocab_size: int, step_s: float) -> None:
+        self._step_s = step_s
         kv_tokens = load.kv_tokens or 2**20
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.facts = Loaded(
@@ -50,6 +52,8 @@ class InstantEngine:
 
     def run(self, step: RunStep) -> StepDone:
         """The token after each sequence's last one."""
+        if self._step_s:
+            time.sleep(self._step_s)
         last = self.facts.vocab_size - 1
         tokens = [FIRST_TOKEN if s.tokens[-1] >= last else s.tokens[-1] + 1 for s in step.sequences]
         return StepDone(tokens, TRAFFIC)
@@ -82,12 +86,12 @@ class InstantEngine:
         return True
 
 
-async def serve(vocab_size: int) -> None:
+async def serve(vocab_size: int, step_s: float) -> None:
     """Serve until cancelled."""
     context = zmq.asyncio.Context()
 
     async def loader(load: Load, compute: ComputeThread, on_progress: OnProgress) -> InstantEngine:
-        return InstantEngine(load, vocab_size)
+        return InstantEngine(load, vocab_size, step_s)
 
     server = WorkerServer(context, loader)
     announce(Listening(server.bind("tcp://127.0.0.1:0")))
@@ -102,10 +106,11 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab-size", type=int, default=400)
-    vocab_size = parser.parse_args(argv).vocab_size
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    stated = parser.parse_args(argv)
 
     async def run(orders: Orders) -> None:
-        await serve(vocab_size)
+        await serve(stated.vocab_size, stated.step_ms / 1e3)
 
     return run_process(run, "auto", parent_pipe=True)
 

@@ -38,26 +38,29 @@ class Alone:
 
 
 @contextmanager
-def started(directory: Path, vocab_size: int, profile: Path | None) -> Iterator[tuple[Child, str]]:
-    """The scheduler, under cProfile if there is a file for it, and its endpoint."""
+def started(
+    directory: Path, vocab_size: int, profile: Path | None, step_ms: float = 0.0
+) -> Iterator[tuple[Child, str]]:
+    """The scheduler, under cProfile if there is a file for it, and its endpoint. Its worker's steps take `step_ms`."""
     notices: Notices = queue.SimpleQueue()
-    children = [Child("worker", "tests.bench.instant_worker", ["--vocab-size", str(vocab_size)], notices)]
+    argv = ["--vocab-size", str(vocab_size), "--step-ms", str(step_ms)]
+    children = [Child("worker", "tests.bench.instant_worker", argv, notices)]
     try:
-        flags = ["--model", str(directory), "--workers", _next(notices, "worker", Listening).endpoint, "--port", "0"]
+        flags = ["--model", str(directory), "--workers", awaited(notices, "worker", Listening).endpoint, "--port", "0"]
         flags += ["--parent-pipe", "--max-running-requests", "256", "--max-queued-requests", "1024"]
         module, argv = "scheduler", [*flags, "--log-level", "warning"]
         if profile is not None:
             module, argv = "cProfile", ["-o", str(profile), "-m", "scheduler", *argv]
         children.append(Child("scheduler", module, argv, notices))
-        endpoint = _next(notices, "scheduler", Listening).endpoint
-        _next(notices, "scheduler", Ready)
+        endpoint = awaited(notices, "scheduler", Listening).endpoint
+        awaited(notices, "scheduler", Ready)
         yield children[1], endpoint
     finally:
         for child in reversed(children):
             child.stop()
 
 
-def _next(notices: Notices, name: str, kind: type[Any]) -> Any:
+def awaited(notices: Notices, name: str, kind: type[Any]) -> Any:
     """The next event of that kind; AssertionError if the process ends instead, queue.Empty after START_S."""
     while True:
         match notices.get(timeout=START_S):
