@@ -19,7 +19,7 @@ SEEDS = 2**63
 MAX_GRAMMAR_CHARS = 1 << 18
 """A schema of 10,000 strings, 240,000 characters, compiled in 30 ms (2 busy cores of an AMD EPYC, 2026-11)."""
 
-_RANGES: dict[str, tuple[float, float, str]] = {
+RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0, sys.float_info.max, "a number >= 0"),
     "top_p": (math.ulp(0.0), 1, "in (0, 1]"),
     "top_k": (0, SEEDS - 1, ">= 0 (0 is off)"),
@@ -73,7 +73,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    for name, (least, most, words) in _RANGES.items():
+    for name, (least, most, words) in RANGES.items():
         value = getattr(sampling, name)
         if value is not None and not least <= value <= most:  # so is NaN, which compares with nothing
             raise _invalid(f"{name} {value} must be {words}")

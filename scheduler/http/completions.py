@@ -13,7 +13,8 @@ from starlette.responses import Response
 from scheduler.http.answering import Answering, End, Piece, Prompt
 from scheduler.http.errors import invalid, unsupported
 from scheduler.http.front import Call, Front, Route
-from scheduler.http.sampling_fields import SamplingFields, sampling_of
+from scheduler.http.limits import Choices, MaxTokens, TopLogprobs
+from scheduler.http.sampling_fields import MAX_CHOICES, SamplingFields, sampling_of
 from scheduler.http.sse import DONE, EventStream, event
 from scheduler.http.usage import UsageReply, usage_reply
 from scheduler.protocol import Logprobs
@@ -21,16 +22,25 @@ from scheduler.protocol import Logprobs
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PROMPTS = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+    _TOKENS,
+    {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_CHOICES},
+]
+"""What `prompt` may be, as JSON Schema has it: a type cannot tell lists by what is in them."""
+
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`prompt` is a text, a list of texts, the token ids of one prompt, or a list of such lists."""
 
-    prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int | None, Meta(description="16 if not given")] = None
-    logprobs: Annotated[int | None, Meta(description="how many likeliest tokens of each place to list: 0 to 20")] = None
-    echo: Annotated[bool | None, Meta(description="only false")] = None
-    best_of: Annotated[int | None, Meta(description="only what n is")] = None
-    suffix: Annotated[str | None, Meta(description="only null")] = None
+    prompt: Annotated[str | list[str | int | list[int]], Meta(extra_json_schema={"oneOf": PROMPTS})]
+    max_tokens: Annotated[MaxTokens | None, Meta(description="16 if not given")] = None
+    logprobs: Annotated[TopLogprobs | None, Meta(description="how many likeliest tokens of each place to list")] = None
+    echo: Annotated[bool | None, Meta(description="only false", extra_json_schema={"enum": [False, None]})] = None
+    best_of: Annotated[Choices | None, Meta(description="only what n is")] = None
+    suffix: Annotated[str | None, Meta(description="only null", extra_json_schema={"maxLength": 0})] = None
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -201,5 +211,6 @@ ROUTES = [
         "Complete texts or token ids",
         CompletionRequest,
         CompletionReply,
+        event=CompletionReply,
     )
 ]

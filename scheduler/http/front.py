@@ -114,7 +114,9 @@ class Route(Struct, frozen=True):
     `endpoint(front, call)` returns the response or raises ApiError or SlotstreamError. It is cancelled when the client
     leaves. `body` is the Struct (or union) that the JSON body is decoded to, which refuses unknown fields by itself;
     `reply` that of the 200 answer. Of a route that is not `guarded` no key is asked; one that does not `serve` answers
-    while the engine drains, and no drain waits for it.
+    while the engine drains, and no drain waits for it. `event` is the Struct of each event of a stream, if the body may
+    ask for one. `media` are the types that the 200 answer may have, without a schema if there is no `reply`; `others`
+    are Structs of answers with another status that are no ErrorReply.
     """
 
     method: str
@@ -125,3 +127,6 @@ class Route(Struct, frozen=True):
     reply: Any = None
     guarded: bool = True
     serves: bool = True
+    event: Any = None
+    media: tuple[str, ...] = ("application/json",)
+    others: dict[int, Any] = {}

@@ -65,8 +65,13 @@ async def _state(front: Front) -> ReadyReply:
     )
 
 
+def _readiness(path: str, about: str) -> Route:
+    others = {503: ReadyReply}
+    return Route("GET", path, ready, about, reply=ReadyReply, guarded=False, serves=False, others=others)
+
+
 ROUTES = [
     Route("GET", "/health/live", live, "Whether the process lives", reply=LiveReply, guarded=False, serves=False),
-    Route("GET", "/health/ready", ready, "Whether it serves", reply=ReadyReply, guarded=False, serves=False),
-    Route("GET", "/health", ready, "The same", reply=ReadyReply, guarded=False, serves=False),
+    _readiness("/health/ready", "Whether it serves"),
+    _readiness("/health", "The same"),
 ]

@@ -49,10 +49,11 @@ class VersionReply(Struct, frozen=True):
 
 async def get_version(front: Front, call: Call[None]) -> Response:
     """As the installed package has it."""
-    return json_response(VersionReply(_version()))
+    return json_response(VersionReply(engine_version()))
 
 
-def _version() -> str:
+def engine_version() -> str:
+    """As the installed package has it."""
     try:
         return metadata.version("slotstream")
     except metadata.PackageNotFoundError:

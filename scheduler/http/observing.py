@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from scheduler.http.errors import ApiError
 from scheduler.http.front import Call, Front, Route
-from scheduler.http.live import LiveFigures
+from scheduler.http.live import MEDIA_TYPES, LiveFigures
 from scheduler.http.looking import look
 
 
@@ -33,8 +33,16 @@ async def page_file(front: Front, call: Call[None]) -> Response:
 
 
 ROUTES = [
-    Route("GET", "/metrics", metrics, "Figures for Prometheus", serves=False),
+    Route("GET", "/metrics", metrics, "Figures for Prometheus", serves=False, media=("text/plain",)),
     Route("GET", "/live", live, "What the live page shows", reply=LiveFigures, serves=False),
-    Route("GET", "/", page, "The live page", guarded=False, serves=False),
-    Route("GET", "/page/{name}", page_file, "A file of the live page", guarded=False, serves=False),
+    Route("GET", "/", page, "The live page", guarded=False, serves=False, media=("text/html",)),
+    Route(
+        "GET",
+        "/page/{name}",
+        page_file,
+        "A file of the live page",
+        guarded=False,
+        serves=False,
+        media=tuple(MEDIA_TYPES.values()),
+    ),
 ]

@@ -5,6 +5,20 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from scheduler.http.errors import invalid
+from scheduler.http.limits import (
+    Biases,
+    Choices,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    StopText,
+    StopTexts,
+    StopTokens,
+    Temperature,
+    TopK,
+    TopP,
+)
 from scheduler.protocol import Sampling
 from scheduler.validate import SEEDS
 
@@ -24,19 +38,19 @@ class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[str | None, Meta(description="the served model's name")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, Meta(description="answers to each prompt")] = None
-    temperature: Annotated[float | None, Meta(description="1 if not given; 0 is greedy")] = None
-    top_p: float | None = None
-    top_k: Annotated[int | None, Meta(description="-1 or 0 is off")] = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    n: Annotated[Choices | None, Meta(description="answers to each prompt")] = None
+    temperature: Annotated[Temperature | None, Meta(description="1 if not given; 0 is greedy")] = None
+    top_p: TopP | None = None
+    top_k: Annotated[TopK | None, Meta(description="-1 or 0 is off")] = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: StopText | StopTexts | None = None
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Biases | None = None
     user: Annotated[str | None, Meta(description="a label of the client's; nothing depends on it")] = None
 
     @property

@@ -1,0 +1,136 @@
+"""/openapi.json: what is served, as OpenAPI 3.1 has it, made from the routes and their Structs."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from scheduler.http.errors import ErrorReply
+from scheduler.http.front import Call, Front, Route
+from scheduler.http.models import engine_version
+
+REF = "#/components/schemas/{name}"
+JSON, EVENTS = "application/json", "text/event-stream"
+KEY = "key"
+"""What the security scheme is called."""
+
+ERRORS = {
+    400: "The request is wrong: `param` says where, `code` what program can tell apart.",
+    401: "The key is missing, or another one.",
+    404: "There is no such thing: another model than the served one, say.",
+    408: "Headers or body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is said to be something else than JSON.",
+    429: "As many requests wait as may; ask again later.",
+    431: "The headers are too large.",
+    500: "A bug, or a model that computes no numbers. The engine's log has more under the answer's x-request-id.",
+    503: "Loading, restarting, draining or overloaded; ask again later.",
+}
+"""All with an ErrorReply."""
+
+RETRIED = (429, 503)
+"""Those with Retry-After."""
+
+ANY_REQUEST = (400, 408, 413, 431, 500, 503)
+"""What may become of any request whatsoever: a body is read, and refused, whether the route takes one or not."""
+
+
+def described(routes: Sequence[Route]) -> Route:
+    """The route that describes `routes` and itself."""
+    all_routes = list(routes)
+
+    async def describe(front: Front, call: Call[None]) -> Response:
+        has_key = bool(front.config.api_key)
+        return Response(msgspec.json.encode(document(all_routes, has_key)), media_type=JSON)
+
+    all_routes.append(Route("GET", "/openapi.json", describe, "This description", serves=False))
+    return all_routes[-1]
+
+
+def document(routes: Sequence[Route], has_key: bool) -> dict[str, Any]:
+    """The description of `routes`, of which the guarded ones ask for a key if there is one."""
+    types = dict.fromkeys([ErrorReply, *(kind for route in routes for kind in _types(route))])
+    schemas, components = msgspec.json.schema_components(types, ref_template=REF)
+    refs = dict(zip(types, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, refs, has_key)
+    described: dict[str, Any] = {"schemas": components, "responses": _error_responses(refs[ErrorReply])}
+    if has_key:
+        described["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer", "description": "--api-key"}}
+    info = {"title": "slotstream", "version": engine_version(), "description": "OpenAI-compatible HTTP"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": described}
+
+
+def _types(route: Route) -> list[Any]:
+    """Those that have a schema."""
+    return [kind for kind in (route.body, route.reply, route.event, *route.others.values()) if kind is not None]
+
+
+def _operation(route: Route, refs: dict[Any, Any], has_key: bool) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
+        "summary": route.about,
+        "responses": {"200": _answer(route, refs)},
+    }
+    names = re.findall(r"\{(\w+)\}", route.path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": refs[route.body]}}}
+    if has_key and route.guarded:
+        operation["security"] = [{KEY: []}]
+    for status in _errors(route, has_key):
+        operation["responses"][str(status)] = {"$ref": f"#/components/responses/{status}"}
+    for status, kind in route.others.items():
+        either = {"anyOf": [refs[kind], refs[ErrorReply]]}
+        operation["responses"][str(status)] = _response(ERRORS[status], {JSON: {"schema": either}}, status in RETRIED)
+    return operation
+
+
+def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
+    if route.reply is None:
+        return _response("As the type says.", {media: {} for media in route.media})
+    content: dict[str, Any] = {media: {"schema": refs[route.reply]} for media in route.media}
+    if route.event is None:
+        return _response("The answer.", content)
+    name = refs[route.event]["$ref"].rpartition("/")[2]
+    told = f"Events of `data: {name}`, the last one `data: [DONE]`. One with `error`, an ErrorReply, ends it instead."
+    content[EVENTS] = {"schema": {"type": "string", "description": told}}
+    return _response("The answer; with `stream` as events.", content)
+
+
+def _errors(route: Route, has_key: bool) -> list[int]:
+    """The statuses that an error of this route may have."""
+    statuses = {*ANY_REQUEST}
+    if has_key and route.guarded:
+        statuses.add(401)
+    if "{" in route.path or _names_model(route):
+        statuses.add(404)
+    if route.body is not None:
+        statuses.add(415)
+    if route.serves:
+        statuses.add(429)
+    return sorted(statuses)
+
+
+def _names_model(route: Route) -> bool:
+    """Whether the body may name another model than the served one."""
+    return "model" in getattr(route.body, "__struct_fields__", ())
+
+
+def _error_responses(schema: dict[str, Any]) -> dict[str, Any]:
+    return {
+        str(status): _response(about, {JSON: {"schema": schema}}, status in RETRIED) for status, about in ERRORS.items()
+    }
+
+
+def _response(about: str, content: dict[str, Any], retried: bool = False) -> dict[str, Any]:
+    if not retried:
+        return {"description": about, "content": content}
+    header = {"description": "seconds", "schema": {"type": "integer", "minimum": 1}}
+    return {"description": about, "content": content, "headers": {"Retry-After": header}}
