@@ -656,6 +656,8 @@ def test_a_worker_on_the_host_knows_how_long_a_query_took_when_its_flag_is_up(
 
     device.write_flag = write_flag  # type: ignore[method-assign]
     copier.attach(worker.attachment).result(10)
+    worker.writer.begin_step()  # it does not sleep meanwhile
+    copier.wake()
     start_s = time.monotonic()
     queries: tuple[tuple[Kind, int], ...] = (
         ("demand", 3),
@@ -675,6 +677,8 @@ def test_copies_in_flight_count_until_they_have_landed_and_once(copier: Copier, 
     in_flight = [True]
     device.token, device.done = "in flight", lambda: not in_flight[0]
     copier.attach(on_a_link(worker, "gpu").attachment).result(10)
+    worker.writer.begin_step()  # it does not sleep meanwhile
+    copier.wake()
     start_s = time.monotonic()
     worker.put(0, "demand", (1,))
     until(lambda: device.order == [1])
