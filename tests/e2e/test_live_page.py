@@ -6,6 +6,7 @@ screenshots in `--basetemp`, if that is given.
 
 import base64
 import contextlib
+import json
 import re
 import shutil
 import threading
@@ -121,10 +122,18 @@ def page(engine: Engine, tmp_path: Path) -> Iterator[Page]:
         yield opened
         complaints = [entry["message"] for entry in driver.get_log("browser")]
         assert [text for text in complaints if "401" not in text] == []
-        asked_for = re.findall(r'"requestWillBeSent".*?"url":"([^"]*)"', str(driver.get_log("performance")))
-        assert all(url.startswith(opened.base) for url in [*asked_for, *opened.fetched()])
+        asked_for = requested(driver)
+        assert f"{opened.base}/live" in asked_for
+        assert {url for url in [*asked_for, *opened.fetched()] if not url.startswith(f"{opened.base}/")} == set()
     finally:
         driver.quit()
+
+
+def requested(driver: Any) -> list[str]:
+    """What the browser has asked any host for, by its own log; it begins with an empty page of its own."""
+    events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [url for url in urls if url.partition(":")[0] not in ("data", "chrome", "about")]
 
 
 def unlock(page: Page) -> None:

@@ -5,6 +5,7 @@ import { count, percent, seconds } from "./numbers.js";
 const SETTLED_MS = 60_000; // resident for so long, a cell has its last colour
 const MOST_CELL = 36; // pixels
 const MAP_HEIGHT = 330; // pixels that all layers together are to take
+const SMALL_MAP_HEIGHT = 160; // where there are more than two maps
 
 /** The bits of a residency, row by row: [layers][experts] of 0 and 1. */
 function bits({ layers, experts, resident }) {
@@ -97,18 +98,25 @@ export class HeatMap {
     if (!experts || !width) return;
     const scale = window.devicePixelRatio || 1;
     const cell = Math.min(MOST_CELL, width / experts);
-    const height = Math.max(3, Math.min(MOST_CELL, Math.max(cell, MAP_HEIGHT / layers)));
+    const aim = this.root.parentElement.childElementCount > 2 ? SMALL_MAP_HEIGHT : MAP_HEIGHT;
+    const height = Math.max(3, Math.min(MOST_CELL, Math.max(cell, aim / layers)));
     this.canvas.width = Math.round(width * scale);
     this.canvas.height = Math.round(height * layers * scale);
     this.canvas.style.height = `${height * layers}px`;
     const columns = this.canvas.width / experts;
     const rows = this.canvas.height / layers;
-    const gap = columns >= 4 * scale && rows >= 4 * scale ? scale : 0;
+    const gap = columns >= 3 * scale && rows >= 3 * scale ? scale : 0;
     const context = this.canvas.getContext("2d");
     const colours = this.colours();
+    if (!gap) {
+      context.fillStyle = colours[0];
+      context.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    }
     for (let layer = 0; layer < layers; layer += 1) {
       for (let expert = 0; expert < experts; expert += 1) {
-        context.fillStyle = this.fill(this.since[layer][expert], now, colours);
+        const since = this.since[layer][expert];
+        if (!since && !gap) continue; // what is resident is seen also where others share its pixel
+        context.fillStyle = this.fill(since, now, colours);
         const left = Math.round(expert * columns);
         const top = Math.round(layer * rows);
         const right = Math.round((expert + 1) * columns);

@@ -167,7 +167,7 @@ function showTiles(stats) {
   setText("kv", percent(used, stats.kv_pages_total));
   setText("kv-more", `${count(used)} of ${count(stats.kv_pages_total)} pages`);
   setText("slots", count(sum(workers, "resident_slots")));
-  setText("slots-more", `of ${count(stats.slots)} in use`);
+  setText("slots-more", `of ${count(stats.slots)}`);
   setText("restarts", count(stats.restarts));
   setText("restarts-more", `${count(stats.failed)} failed, ${count(stats.refused)} refused`);
 }
