@@ -196,6 +196,34 @@ def test_what_is_no_grammar_is_refused_with_the_reason(text: str, said: str) -> 
     assert refused.value.code == "invalid_grammar" and said in refused.value.detail
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("STEP_ITEMS", "Too many items"),
+        ("ROW_ITEMS", "Current row has"),
+        ("STEP_FUEL", "too many expressions"),
+        ("INITIAL_FUEL", "grammar) too big"),
+        ("MAX_LEXER_STATES", "too many states"),
+        ("MAX_GRAMMAR_SIZE", "number of symbols) too big"),
+    ],
+)
+def test_a_grammar_that_is_too_much_work_is_refused_or_fails(
+    monkeypatch: pytest.MonkeyPatch, limit: str, said: str
+) -> None:
+    """Against llguidance's words, with limits so low that this grammar is over each of them now or soon."""
+    monkeypatch.setattr(grammar, limit, 3)
+    try:
+        (matcher,) = grammars().matchers('start: ("a" | "b" | "ca" | /[abc]{2,5}s/)+ "<"', 1)
+        for text in "abcabcabca":
+            if not matcher.fault:
+                matcher.take(TEXTS.index(text))
+        why, allowed = matcher.fault, matcher.allowed()
+    except RequestRefused as refused:
+        assert refused.code == "invalid_grammar"
+        why, allowed = refused.detail, b""
+    assert said in why and not allowed
+
+
 def test_a_tokenizer_that_llguidance_does_not_know() -> None:
     with pytest.raises(ValueError):
         Grammars('{"model": {"type": "None"}}', 3, {1}, 3)

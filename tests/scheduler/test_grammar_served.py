@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from copyengine.wire.errors import RequestRefused
 from scheduler.core import Core, CoreLimits
@@ -122,7 +122,8 @@ def test_an_answer_that_is_cut_ends_by_length(model: Path) -> None:
 
 
 def test_what_is_refused_is_refused_before_anything_runs(model: Path, tmp_path: Path) -> None:
-    """Against codes and llguidance's words; the scheduler then serves as before."""
+    """Against codes and llguidance's words; the scheduler then serves as before. So it does from the start with a
+    tokenizer that llguidance knows nothing of."""
 
     async def refusal(directory: Path, sampling: Sampling) -> RequestRefused:
         async with engine(directory) as rig, rig.client() as client:
@@ -142,6 +143,10 @@ def test_what_is_refused_is_refused_before_anything_runs(model: Path, tmp_path: 
         (tmp_path / "config.json").write_text("{}", "utf-8")
         without = await refusal(tmp_path, Sampling(grammar="start: /a/"))
         assert without.code == "no_tokenizer" and without.detail.startswith("grammar needs a tokenizer")
+        words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(60)}, "word0"))
+        words.save(str(tmp_path / "tokenizer.json"))
+        unknown = await refusal(tmp_path, Sampling(grammar="start: /a/"))
+        assert unknown.code == "no_tokenizer" and "a kind that llguidance can read" in unknown.detail
 
     on_loop("selector", main)
 
