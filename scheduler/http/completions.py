@@ -16,7 +16,7 @@ from scheduler.http.front import Call, Front, Route
 from scheduler.http.limits import Choices, MaxTokens, TopLogprobs
 from scheduler.http.sampling_fields import MAX_CHOICES, SamplingFields, sampling_of
 from scheduler.http.sse import DONE, EventStream, event
-from scheduler.http.usage import UsageReply, usage_reply
+from scheduler.http.usage import StreamUsage, UsageReply, usage_reply
 from scheduler.protocol import Logprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -77,16 +77,16 @@ async def create_completion(front: Front, call: Call[CompletionRequest]) -> Resp
     request = call.body
     front.check_model(request.model)
     _check(request)
-    include_usage = request.includes_usage
     engine = await front.engine.serving()
     parts = _parts(request.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     sampling = sampling_of(request, len(parts), max_tokens, request.logprobs)
     prompts = [Prompt(await _token_ids(front, part, engine.max_model_len), sampling) for part in parts]
+    usage = StreamUsage(request, prompts)
     answering = front.answer(prompts, call.request_id)
     completion = _Completion(front.model)
     if request.stream:
-        return EventStream(_events(answering, completion, include_usage), call.request_id)
+        return EventStream(_events(answering, completion, usage), call.request_id)
     return Response(msgspec.json.encode(await _whole(answering, completion)), media_type="application/json")
 
 
@@ -123,14 +123,13 @@ class _Completion:
         )
 
 
-async def _events(answering: Answering, completion: _Completion, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    usage = None if include_usage else msgspec.UNSET
+async def _events(answering: Answering, completion: _Completion, usage: StreamUsage) -> AsyncGenerator[bytes, None]:
     async with answering:
         await answering.accepted()
         yield b""
         async for batch in answering:
-            yield b"".join(event(completion.reply([_part(completion, one)], usage)) for one in batch)
-        if include_usage:
+            yield b"".join(event(completion.reply([_part(completion, one)], usage.after(one))) for one in batch)
+        if usage.in_last:
             yield event(completion.reply([], usage_reply(answering.usage)))
         yield DONE
 

@@ -27,9 +27,11 @@ MAX_CHOICES = 128
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_usage`: the last event before [DONE] has the usage and no choices."""
+    """`include_usage`: the last event before [DONE] has the usage and no choices. With `continuous_usage_stats`, which
+    vLLM's clients send, each event besides has that of its own choice so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +62,14 @@ class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return False
         if not self.stream:
             raise invalid("stream_options is only for stream: true", "stream_options")
+        if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            raise invalid("continuous_usage_stats is only for include_usage: true", "stream_options")
         return bool(self.stream_options.include_usage)
+
+    @property
+    def tells_usage_so_far(self) -> bool:
+        """Whether each event of a stream has it."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 def sampling_of(fields: SamplingFields, prompts: int, max_tokens: int | None, logprobs: int | None) -> Sampling:

@@ -174,6 +174,13 @@ def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
         ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None, "128"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", None, "stream"),
         (
+            {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            400,
+            "stream_options",
+            None,
+            "include_usage",
+        ),
+        (
             {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
             400,
             "stream_options.x",
@@ -210,6 +217,33 @@ def test_what_is_wrong_is_named(
                 assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
                 assert words in error["message"]
             await rig.at_rest()
+
+    on_loop("selector", main)
+
+
+def test_each_event_may_have_the_usage_of_its_choice_so_far(model: Path) -> None:
+    """As vLLM has it, whose load generators ask for it: against a count of the tokens by their log-probabilities."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            request: dict[str, Any] = {"prompt": [[7, 8, 9], [4]], "n": 2, "max_tokens": 5, "logprobs": 0}
+            *events, last, done = await rig.events(**request, stream_options=options)
+            assert done == "[DONE]" and last["usage"]["prompt_tokens"] == 4
+            assert last["usage"]["completion_tokens"] == 20 and last["usage"]["prompt_tokens_details"] is not None
+            new = [0] * 4
+            for event in events:
+                (choice,) = event["choices"]
+                i = choice["index"]
+                new[i] += len((choice["logprobs"] or {"tokens": []})["tokens"])
+                prompt = (3, 3, 1, 1)[i]
+                assert event["usage"] == {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": new[i],
+                    "total_tokens": prompt + new[i],
+                    "prompt_tokens_details": None,
+                }
+            assert new == [5] * 4
 
     on_loop("selector", main)
 
