@@ -3,28 +3,20 @@
 import asyncio
 import re
 import tomllib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 from copyengine.wire.errors import PeerDied
-from scheduler.client import Client
-from scheduler.http.app import App
-from scheduler.http.config import HttpConfig
-from scheduler.http.front import Front
 from scheduler.http.live import SHARED_S, Live, LiveFigures, page_files
 from scheduler.http.metrics import Metrics
-from scheduler.http.routes import ROUTES
 from scheduler.protocol import ActivityReply, HealthReply, RunningRequest, Sampling, StatsReply
-from scheduler.tokenize import load_text_codec
+from tests.scheduler.http.rig import MODEL, serving
 from tests.scheduler.http.test_metrics import Clock, families, nothing, value
-from tests.scheduler.rig import Rig, engine, on_loop
+from tests.scheduler.rig import on_loop
 from tests.test_layers import ROOT
 
 KEY = b"very secret"
@@ -91,40 +83,26 @@ def test_an_engine_that_is_away_is_said_to_be_away_and_no_file_of_this_machine_i
     on_loop("selector", main)
 
 
-@asynccontextmanager
-async def served(rig: Rig, model: Path, key: bytes = b"") -> AsyncIterator[httpx.AsyncClient]:
-    """A browser's view of a front of that engine."""
-    async with Client(rig.endpoint) as client:
-        front = Front(HttpConfig(scheduler=rig.endpoint, model=str(model)), client, load_text_codec(model, {}), "m")
-        transport = httpx.ASGITransport(App(front, ROUTES, key))
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://front") as browser:
-                yield browser
-        finally:
-            front.close()
-
-
 def test_it_shows_what_the_engine_does_and_what_the_front_has_seen(model: Path) -> None:
     async def main() -> None:
-        async with engine(model) as rig, served(rig, model) as browser, rig.client() as client:
-            body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 3}
-            assert (await browser.post("/v1/completions", json=body)).status_code == 200
-            rig.worker.gate.clear()
+        async with serving(model) as rig, rig.engine.client() as client:
+            assert (await rig.post(prompt=[5, 6, 7], max_tokens=3)).status_code == 200
+            rig.engine.worker.gate.clear()
             evil = "<img src=x onerror=alert(1)>"
             asking = asyncio.create_task(
                 client.generate(token_ids=[5] * 9, sampling=Sampling(max_tokens=2), request_id=evil).text()
             )
-            await rig.settled(running=1)
-            seen = figures((await browser.get("/live")).content)
-            assert (seen.phase, seen.model) == ("ready", "m")
+            await rig.engine.settled(running=1)
+            seen = figures((await rig.http.get("/live")).content)
+            assert (seen.phase, seen.model) == ("ready", MODEL)
             assert seen.stats and seen.stats == await client.stats()
             assert seen.activity
             assert [(r.request_id, r.phase, r.prompt_tokens) for r in seen.activity.requests] == [(evil, "prefill", 9)]
             assert sum(seen.ttft.counts) == 1 and len(seen.ttft.counts) == len(seen.ttft.bounds) + 1
-            text = (await browser.get("/metrics")).content
+            text = (await rig.http.get("/metrics")).content
             assert value(families(text), "request_success", finished_reason="length") == 1
             assert value(families(text), "num_requests_running") == 1
-            rig.worker.gate.set()
+            rig.engine.worker.gate.set()
             await asking
 
     on_loop("selector", main)
@@ -132,18 +110,18 @@ def test_it_shows_what_the_engine_does_and_what_the_front_has_seen(model: Path) 
 
 def test_with_a_key_the_page_is_there_without_it_and_its_figures_are_not(model: Path) -> None:
     async def main() -> None:
-        async with engine(model) as rig, served(rig, model, KEY) as browser:
-            page = await browser.get("/")
+        async with serving(model, KEY) as rig:
+            page = await rig.http.get("/")
             assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-            assert "m" not in re.findall(r'id="model">(.*?)<', page.text)
+            assert MODEL not in page.text
             for name in page_files():
-                assert (await browser.get(f"/page/{name}")).status_code == 200
+                assert (await rig.http.get(f"/page/{name}")).status_code == 200
             for path in ("/live", "/metrics"):
-                assert (await browser.get(path)).status_code == 401
-                allowed = await browser.get(path, headers={"authorization": f"Bearer {KEY.decode()}"})
+                assert (await rig.http.get(path)).status_code == 401
+                allowed = await rig.http.get(path, headers={"authorization": f"Bearer {KEY.decode()}"})
                 assert allowed.status_code == 200
             for name in ("nothing", "../live.py", "..%2flive.py", "../../http/live.py"):
-                assert (await browser.get(f"/page/{name}")).status_code == 404
+                assert (await rig.http.get(f"/page/{name}")).status_code == 404
 
     on_loop("selector", main)
 
