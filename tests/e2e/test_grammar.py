@@ -63,9 +63,7 @@ CHANGED = {"temperature": 1.5, "seed": 3, "frequency_penalty": 1.0, "logit_bias"
 ASKED: list[tuple[dict[str, Any], Callable[[Any], bool], dict[str, Any]]] = [
     (PERSON, is_person, WARM),
     (NUMBERS, is_numbers, {}),
-    (NUMBERS, is_numbers, CHANGED),
     (TEXT, is_text, CHANGED),
-    (TEXT, is_text, {}),
 ]
 
 
@@ -99,7 +97,7 @@ def test_answers_are_of_their_schemas_however_they_are_drawn_and_preempted() -> 
         assert together == [*alone, *plain_alone]
         for (_, fits, _), values in zip(ASKED, alone, strict=True):
             assert all(map(fits, values)), values
-        assert len({json.dumps(value) for values in alone for value in values}) > 5
+        assert len({json.dumps(value) for values in alone for value in values}) > 3
         assert (await client.stats()).preempted > 0
 
     with running("--dtype", "float32", "--slots", "128", "--demand-tokens", "64", "--kv-tokens", "208") as engine:
