@@ -19,6 +19,7 @@ import pytest
 from copyengine.checkpoint.quantise import main as quantise
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from scheduler.client import Client
+from scheduler.last_known import FRESH_S
 from scheduler.protocol import Sampling
 from tests.bench.flash_next import write_flash_next
 from tests.e2e.engine import CUDA_START_TIMEOUT_S, Engine, gone, running
@@ -154,6 +155,7 @@ def test_structured_answers_and_what_is_seen_of_a_gpu() -> None:
         assert beside == alone
         for text in [text for both in await texts for text in both]:
             assert json.loads(text)["n"] in digit["enum"]
+        await asyncio.sleep(2 * FRESH_S)  # what is told is no older
         (seen,) = (await client.activity()).residency
         assert sum(byte.bit_count() for byte in seen.resident) == (await client.stats()).workers[0].resident_slots > 0
         body = {"prompt": plain, "max_tokens": NEW_TOKENS, "temperature": 0}
