@@ -109,23 +109,27 @@ def runs(batch: Sequence[Piece]) -> Iterator[tuple[Sequence[Piece], int]]:
     """`batch` cut into what one call reads, pieces that follow each other closely and need no change, or one; with each
     how far the file will be read on behind it."""
     stops = _stops(batch)
+    straight = [piece.is_straight for piece in batch]
     low = nbytes = 0
-    for i, piece in enumerate(batch):
+    for i, piece in enumerate(batch, start=1):
         nbytes += piece.nbytes
-        if i + 1 < len(batch) and nbytes < RUN_NBYTES and i + 1 - low < RUN_PIECES and _joined(piece, batch[i + 1]):
-            continue
-        yield batch[low : i + 1], stops[low]
-        low, nbytes = i + 1, 0
-
-
-def _joined(left: Piece, right: Piece) -> bool:
-    return left.is_straight and right.is_straight and 0 <= right.offset - left.end <= GAP_NBYTES
+        if i < len(batch) and nbytes < RUN_NBYTES and i - low < RUN_PIECES and straight[i - 1] and straight[i]:
+            gap = batch[i].offset - piece.offset - piece.nbytes
+            if 0 <= gap <= GAP_NBYTES:
+                continue
+        yield batch[low:i], stops[low]
+        low, nbytes = i, 0
 
 
 def _stops(batch: Sequence[Piece]) -> list[int]:
     """For each piece the end of the last of those behind it in the file that follow each other closely."""
-    stops = [piece.end for piece in batch]
-    for i in reversed(range(len(batch) - 1)):
-        if batch[i + 1].offset - batch[i].end <= NEAR_NBYTES:
-            stops[i] = stops[i + 1]
+    stops: list[int] = []
+    start = stop = 0
+    for piece in reversed(batch):
+        end = piece.offset + piece.nbytes
+        if not stops or start - end > NEAR_NBYTES:
+            stop = end
+        start = piece.offset
+        stops.append(stop)
+    stops.reverse()
     return stops
