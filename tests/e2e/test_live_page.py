@@ -311,6 +311,9 @@ def test_an_engine_that_is_away_is_said_to_be_and_comes_back_without_a_reload(en
     finally:
         scheduler.resume()
     page.wait_for(lambda: page.text("state") == "ready" and not page.shown("notice"))
+    engine.child("worker0").kill()
+    page.wait_for(lambda: page.text("state") != "ready" and page.shown("notice"))
+    page.wait_for(lambda: page.text("state") == "ready" and page.text("restarts") == "1", RESTART_TIMEOUT_S)
     scheduler.kill()
     page.wait_for(lambda: page.text("rate-more") == "0 in all" and page.text("state") == "ready", RESTART_TIMEOUT_S)
 

@@ -97,9 +97,11 @@ const SAID = {
   away: "The engine does not answer; it may be starting anew. This page goes on asking.",
 };
 
-function showPhase({ phase, detail }) {
+function showPhase({ phase, detail, stats }) {
   showState(STATES[phase] ?? "wait", phase);
-  say([SAID[phase], detail].filter(Boolean).join(" "));
+  const down = stats?.workers.filter(({ alive }) => !alive).map(({ name }) => name) ?? [];
+  const beside = phase === "ready" && down.length ? `${down.join(", ")} down; the others serve on.` : "";
+  say([SAID[phase], beside, detail].filter(Boolean).join(" "));
 }
 
 function showState(kind, text) {
