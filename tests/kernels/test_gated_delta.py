@@ -195,6 +195,7 @@ def test_a_graph_takes_tokens_into_the_states_it_is_told_of() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device() -> None:
     spans = [Span(70, 4, [(1, 5), (70, 4)]), Span(3, -1, [(3, 9)])]
     pieces: Pieces = pieces_of(spans, "cuda")

@@ -137,6 +137,7 @@ def test_kv_and_embedding_in_host_memory_give_the_same_bits(directory: str, grap
     assert all(torch.equal(a, b) for a, b in zip(*pages_of, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_in_a_step_waits_for_the_device(directory: str) -> None:
     """Counted by torch, which raises at any call that synchronises; once everything is compiled."""
     with device_model(directory, "bfloat16") as device:

@@ -164,6 +164,7 @@ def forget_all(rig: Rig) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_in_a_layer_waits_for_the_device() -> None:
     """Counted by torch, which raises at any call that synchronises; once everything is compiled."""
     record = layout("bfloat16", 128, 64)
