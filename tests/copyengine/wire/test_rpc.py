@@ -120,6 +120,27 @@ def in_both_loops(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         run(test(), loop)
 
 
+@pytest.mark.parametrize("event_loop", LOOPS)
+def test_replies_that_come_in_crowds_leave_others_their_turn(event_loop: EventLoop) -> None:
+    """Whoever waits for a reply has it after READ_AT_ONCE others at most, and none is lost or comes out of order."""
+    crowd = 900
+
+    async def main() -> None:
+        async with served() as (context, _, endpoint), connected(context, endpoint) as client:
+            seen: list[int] = []
+            most = 0
+            async for reply in client.stream(Ask("parts", crowd), 10):
+                (replies,) = client._calls.values()
+                most = max(most, replies.qsize())
+                seen += [reply.number] if isinstance(reply, Part) else []
+                if len(seen) == 1:  # all others come while nobody reads
+                    time.sleep(0.3)  # noqa: ASYNC251
+            assert seen == list(range(crowd))
+            assert 8 < most <= rpc.READ_AT_ONCE + 1
+
+    run(main(), event_loop)
+
+
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "inproc://rpc-test"])
 def test_many_calls_at_once_each_get_their_own_answer(endpoint: str) -> None:
     """Sixty calls of two clients that end in the reverse order of their start."""
