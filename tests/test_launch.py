@@ -19,6 +19,7 @@ from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Ready
 from copyengine.wire.restarts import Role
 from scheduler.config import LaunchConfig, SchedulerConfig
+from scheduler.http.config import HttpConfig
 from scheduler.preflight import preflight, wanted
 from scheduler.progress_line import ProgressLine
 from scheduler.ready_block import ready_block
@@ -198,7 +199,38 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
     ):
         assert words in block, block
     without = ready_block(made_up, placement, Ready(FACTS | {"state_slots": 0}), "tcp://127.0.0.1:1")
-    assert "recurrent" not in without
+    assert "recurrent" not in without and "http" not in without.lower()
+
+
+def test_the_ready_block_says_where_http_is_served(made_up: Model) -> None:
+    placement = Placement((), "process", "--device says so", "")
+    block = ready_block(made_up, placement, Ready(FACTS), "tcp://127.0.0.1:1", "http://127.0.0.1:8000")
+    assert "  HTTP        http://127.0.0.1:8000/v1\n" in block
+    assert "              curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{" in block
+
+
+def test_the_front_is_told_what_launch_was(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag that both have, and the model by path and name; started anew it listens where its clients know it."""
+    free_host_memory(monkeypatch, 20 * GB)
+    http = ("--http-port", "0", "--http-host", "127.0.0.2", "--api-key", "k", "--http-max-body-bytes", "9")
+    common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
+    config = settings(*common, *http, "--event-loop", "selector", "--log-level", "error")
+    engine = launch.Engine(config, preflight(config, print), ProgressLine())
+    for url, port in (("", 0), ("http://127.0.0.2:8123", 8123)):
+        engine.url = url
+        module, argv = engine.command("http", {"scheduler": "tcp://127.0.0.1:1"})
+        assert module == "scheduler.http" and cli.parse(HttpConfig, argv, module) == HttpConfig(
+            scheduler="tcp://127.0.0.1:1",
+            model=str(made_up.directory),
+            served_model_name=made_up.directory.name,
+            http_host="127.0.0.2",
+            http_port=port,
+            api_key="k",
+            http_max_body_bytes=9,
+            event_loop="selector",
+            log_level="error",
+            parent_pipe=True,
+        )
 
 
 @pytest.mark.parametrize(("pinned_nbytes", "words"), [(0, "only 0.0 MB"), (6 * 10**8, "only 600.0 MB")])
@@ -260,6 +292,12 @@ def test_who_falls_with_whom() -> None:
         (("--host", "0.0.0.0"), ("--host 0.0.0.0", "loopback")),
         (("--max-model-len", "100000000"), ("--max-model-len 100000000", "positions")),
         (("--max-model-len", "1"), ("--max-model-len 1", "need 2")),
+        (("--api-key", "a"), ("--api-key", "only with --http-port")),
+        (("--http-host", "127.0.0.2"), ("--http-host", "only with --http-port")),
+        (("--http-max-body-bytes", "1"), ("--http-max-body-bytes", "only with --http-port")),
+        (("--http-port", "0", "--api-key", "@nowhere"), ("--api-key @nowhere", "No such file")),
+        (("--http-port", "0", "--http-host", "example.invalid"), ("--http-host example.invalid", "127.0.0.1")),
+        (("--http-port", "0", "--prompt", "x"), ("--prompt", "--http-port")),
         (("--max-model-len", "100", "--kv-tokens", "64"), ("--max-model-len 100", "64 tokens")),
     ],
 )
@@ -280,7 +318,10 @@ def test_a_taken_port_is_refused_before_anything_starts(made_up: Model) -> None:
         common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory))
         with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}: .*--port"):
             preflight(settings(*common, "--port", port), print)
+        with pytest.raises(ConfigError, match=f"cannot serve HTTP on http://127.0.0.1:{port}: .*--http-port"):
+            preflight(settings(*common, "--port", "0", "--http-port", port), print)
     preflight(settings(*common, "--port", port), print)
+    preflight(settings(*common, "--port", "0", "--http-port", port), print)
 
 
 def test_a_check_starts_nothing_and_says_whether_a_start_would_go_through(

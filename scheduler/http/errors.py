@@ -138,7 +138,7 @@ def malformed(error: msgspec.DecodeError) -> ApiError:
     named = re.search(r"(unknown|missing required) field '(.*)'", reason, re.DOTALL)
     if named is None:
         return invalid(f"{field}: {reason}" if field else reason, field or None)
-    param = ".".join(filter(None, (field, named[2][:MAX_NAME_CHARS])))
+    param = ".".join(filter(None, (field, named[2])))[:MAX_NAME_CHARS]
     if named[1] == "unknown":
         return invalid(f"{param} is not supported: no such field is known", param, "unsupported_parameter")
     return invalid(f"{param} is required", param, "missing_required_parameter")

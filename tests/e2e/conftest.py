@@ -28,6 +28,7 @@ def engine(cache: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "uvloop":
         pytest.importorskip("uvloop")
     event_loop, env = ("uvloop", {}) if request.param == "uvloop" else ("selector", CONDITIONS)
-    flags = ("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS), "--event-loop", event_loop)
+    sizes = ("--slots", str(SLOTS), "--demand-tokens", str(DEMAND_TOKENS))
+    flags = (*sizes, "--event-loop", event_loop, "--http-port", "0")
     with running(*flags, env=env) as started:
         yield started

@@ -83,9 +83,14 @@ class Engine:
         """Until it has said so `times` times."""
         self.wait_for(lambda: sum("serving again" in line for line in self.errors) >= times)
 
+    @property
+    def url(self) -> str:
+        """The HTTP front's, as the Ready block states it, without a path."""
+        return self.fact("HTTP").removesuffix("/v1")
+
     def child(self, name: str) -> psutil.Process:
-        """The process called `name` that runs now: copyengine, worker0, ..., scheduler."""
-        module = name.rstrip("0123456789")
+        """The process called `name` that runs now: copyengine, worker0, ..., scheduler, http."""
+        module = "scheduler.http" if name == "http" else name.rstrip("0123456789")
         for process in self.children():
             with contextlib.suppress(psutil.Error):
                 argv = process.cmdline()

@@ -263,11 +263,13 @@ def test_a_stolen_identity_gets_nothing(engine: Engine) -> None:
 
 
 def test_nothing_listens_beyond_loopback(engine: Engine) -> None:
-    """Against the system's own list: three ports, which the command lines name, and no Unix socket with a name."""
+    """Against the system's own list: four ports, which the command lines and the Ready block name, and no Unix socket
+    with a name."""
     everybody = [psutil.Process(engine.process.pid), *engine.children()]
     found = [connection for process in everybody for connection in process.net_connections("inet")]
     listening = {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN or not c.raddr}
-    stated = [re.fullmatch(r"tcp://(127\.0\.0\.1):(\d+)", endpoint) for endpoint in endpoints(engine).values()]
+    named = [*endpoints(engine).values(), engine.fact("HTTP").removesuffix("/v1")]
+    stated = [re.fullmatch(r"(?:tcp|http)://(127\.0\.0\.1):(\d+)", one) for one in named]
     assert listening == {(match[1], int(match[2])) for match in stated if match}
     assert all(c.laddr.ip == c.raddr.ip == "127.0.0.1" for c in found if c.raddr)
     assert not [c for process in everybody for c in process.net_connections("unix") if c.laddr]
