@@ -31,7 +31,8 @@ class TextCodec:
     """Turns prompts into tokens and tokens into text. Safe to use from several threads.
 
     `eos_token_ids` end an answer: those of generation_config.json (of config.json if it states none) and the
-    tokenizer's eos_token. `chat_template` is None if the model has none.
+    tokenizer's eos_token. `chat_template` is None if the model has none. `added_tokens` are those that the tokenizer
+    takes for one token whatever is around them, by their text, as far as that is part of an answer's.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
-        self._added = {entry.content: token for token, entry in added.items()}
         hidden = (token for token, entry in added.items() if entry.special and entry.content not in MARKERS)
         self._special = frozenset(hidden)
+        left_out = self._special | eos_token_ids
+        self.added_tokens = {entry.content: token for token, entry in added.items() if token not in left_out}
         self._normaliser = tokenizer.normalizer if tokenizer else None
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
 
@@ -86,10 +88,6 @@ class TextCodec:
             raise RequestRefused("no_chat_template", "this model has no chat template: send prompt or token_ids")
         return self.chat_template
 
-    def added_token(self, text: str) -> int | None:
-        """The id of the token that stands for exactly `text`, whatever is around it; None if there is none."""
-        return self._added.get(text)
-
     def decode(self, token_ids: list[int]) -> str:
         """Their text, special tokens included. RequestRefused if there is no tokenizer, or no such token."""
         tokenizer = self._text_tokenizer()
@@ -97,6 +95,11 @@ class TextCodec:
             if not 0 <= token < 2**31 or tokenizer.id_to_token(token) is None:
                 raise RequestRefused("invalid_request", f"tokens[{i}] = {token} is no token of this model")
         return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def token_name(self, token: int) -> str | None:
+        """What the vocabulary calls a token; None if there is none of that id."""
+        name: str | None = self._tokenizer.id_to_token(token) if self._tokenizer else None
+        return name
 
     def detokenizer(self) -> Detokenizer | NoText:
         """A fresh detokenizer for one answer."""

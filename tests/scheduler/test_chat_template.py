@@ -120,4 +120,5 @@ def test_tokens_that_structure_an_answer_are_text(tmp_path: Path, special: bool)
     ids = codec.encode_rendered("<|start|><think>a</think>b<tool_call><|end|>")
     detokenizer = codec.detokenizer()
     assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == "<think>a</think>b<tool_call>"
-    assert codec.added_token("</think>") == tokenizer.token_to_id("</think>") and codec.added_token("a") is None
+    markers = ("<think>", "</think>", "<tool_call>")
+    assert codec.added_tokens == {text: tokenizer.token_to_id(text) for text in markers}

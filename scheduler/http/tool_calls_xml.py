@@ -1,0 +1,156 @@
+"""Calls written as `<function=NAME>`, `<parameter=P>` and values: the form of Qwen3-Coder and Qwen3.5."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler.http.markers import (
+    CALL_END,
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    begins,
+    unfinished,
+)
+from scheduler.http.tool_calls import ToolCallParser, Tools
+from scheduler.http.tool_calls_json import NO_JSON, json_value
+from scheduler.http.tool_schema import ANY, TEXT, admits, types
+
+NAME_CHARS = 256
+"""Of the longest name of a function or parameter."""
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class XmlToolCalls(ToolCallParser):
+    """Values are text; the tool's schema says which of them are JSON.
+
+    A value that may only be a string is sent while it arrives, others once they are complete. What the schema says
+    nothing of is a string; so is what is no JSON text of a type that it allows. A newline behind a value's beginning
+    and one before its end are layout. A value ends at the `</parameter>` that something of a call follows.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__()
+        self._tools = tools
+        self._schema: Any = {}
+        self._parameters = 0
+        self._key = ""
+        self._allowed = TEXT
+        self._value_begun = False
+
+    def _call(self) -> bool:
+        name = self._named(FUNCTION)
+        if name is None:
+            return self._ended and self._no_call()
+        if not name:
+            return self._no_call()
+        self._begin(name)
+        self._argue("{")
+        self._schema = self._tools.get(name, {})
+        self._parameters = 0
+        self._step = self._parameter
+        return True
+
+    def _parameter(self) -> bool:
+        """Between parameters."""
+        rest = self._held.lstrip()
+        if begins(rest, FUNCTION_END, CALL_END):
+            self._held = rest.removeprefix(FUNCTION_END)
+            self._argue("}")
+            self._step = self._close
+            return True
+        name = self._named(PARAMETER)
+        if name is None or begins(rest, FUNCTION_END, CALL_END) is None:
+            return False
+        if not name:
+            self._argue("}")
+            self._step = self._text
+            return True
+        self._key = f"{', ' if self._parameters else ''}{json.dumps(name, ensure_ascii=False)}: "
+        self._parameters += 1
+        self._allowed = _allowed(self._schema, name)
+        self._step = self._before_value
+        return True
+
+    def _named(self, marker: str) -> str | None:
+        """The name behind `marker` and its end, both taken; "" if there is none; None if it is not known yet."""
+        rest = self._held.lstrip()
+        found = begins(rest, marker)
+        if not found:
+            return None if found is None else ""
+        name, closed, after = rest[len(marker) :].partition(">")
+        if len(name) > NAME_CHARS or "\n" in name or (closed and not name):
+            return ""
+        if not closed:
+            return None
+        self._held = after
+        return name
+
+    def _before_value(self) -> bool:
+        if not self._held and not self._ended:
+            return False
+        self._held = self._held.removeprefix("\n")
+        self._value_begun = False
+        self._step = self._value
+        return True
+
+    def _value(self) -> bool:
+        end, after = self._value_end()
+        if self._allowed == TEXT:
+            self._say_string(end)
+            end = 0
+        if after is None:
+            if self._ended:  # in the middle of a value that is no string
+                self._argue(self._key * bool(self._held) + self._take(len(self._held)))
+            return False
+        if self._allowed == TEXT:
+            self._argue('"')
+        else:
+            self._argue(self._key + _json(self._take(end), self._allowed))
+        self._take(after)
+        self._step = self._parameter
+        return True
+
+    def _say_string(self, count: int) -> None:
+        """The next characters of a string."""
+        opening = "" if self._value_begun else self._key + '"'
+        self._value_begun = True
+        self._argue(opening + json.dumps(self._take(count), ensure_ascii=False)[1:-1])
+
+    def _value_end(self) -> tuple[int, int | None]:
+        """Where the value ends, as far as it is known; and where what follows begins, None if it is not known."""
+        at = self._held.find(PARAMETER_END)
+        while at >= 0:
+            after = self._held[at + len(PARAMETER_END) :].lstrip()
+            found = begins(after, PARAMETER, FUNCTION_END, CALL_END)
+            end = at - 1 if self._held[:at].endswith("\n") else at
+            if found or (found is None and self._ended):
+                return end, len(self._held) - len(after) - end
+            if found is None:
+                return end, None
+            at = self._held.find(PARAMETER_END, at + 1)
+        if self._ended:
+            return len(self._held), None
+        return len(self._held) - unfinished(self._held, PARAMETER_END, "\n" + PARAMETER_END), None
+
+
+def _allowed(schema: Any, name: str) -> frozenset[str]:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping) or name not in properties:
+        return TEXT
+    allowed = types(properties[name], schema)
+    return TEXT if allowed == ANY else allowed
+
+
+def _json(text: str, allowed: frozenset[str]) -> str:
+    """A value as JSON text: as it is written if it is JSON of an allowed type, else as a string."""
+    written = text.strip()
+    written = _PYTHON.get(written, written)
+    value = json_value(written)
+    if value is not NO_JSON and not isinstance(value, str) and admits(allowed, value):
+        return written
+    if isinstance(value, str) and "string" not in allowed:
+        return written
+    return json.dumps(text, ensure_ascii=False)
