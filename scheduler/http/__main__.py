@@ -17,6 +17,7 @@ from copyengine.wire.process import Orders, refuse, run_process
 from scheduler.client import Client
 from scheduler.http.app import App
 from scheduler.http.config import HttpConfig
+from scheduler.http.default_sampling import read_default_sampling
 from scheduler.http.front import Front
 from scheduler.http.listening import is_loopback, open_listener, read_key, url
 from scheduler.http.routes import ROUTES
@@ -36,8 +37,9 @@ async def serve(config: HttpConfig, orders: Orders) -> int:
         if not is_loopback(config.http_host):
             log.warning("HTTP is served on %s, which other machines may reach%s", address, _open_to_all(key))
         text = load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides))
+        default_sampling = read_default_sampling(Path(config.model))
         async with Client(config.scheduler) as client:
-            front = Front(config, client, text, model_name(config))
+            front = Front(config, client, text, model_name(config), default_sampling)
             try:
                 return await _serve(front, App(front, ROUTES, key), listener, orders)
             finally:

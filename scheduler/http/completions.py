@@ -80,7 +80,7 @@ async def create_completion(front: Front, call: Call[CompletionRequest]) -> Resp
     engine = await front.engine.serving()
     parts = _parts(request.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    sampling = sampling_of(request, len(parts), max_tokens, request.logprobs)
+    sampling = sampling_of(request, front.default_sampling, len(parts), max_tokens, request.logprobs)
     prompts = [Prompt(await _token_ids(front, part, engine.max_model_len), sampling) for part in parts]
     usage = StreamUsage(request, prompts)
     answering = front.answer(prompts, call.request_id)

@@ -14,6 +14,7 @@ from scheduler.client import Client
 from scheduler.encoding import Encoder
 from scheduler.http.answering import Answering, Prompt
 from scheduler.http.config import HttpConfig
+from scheduler.http.default_sampling import DefaultSampling
 from scheduler.http.engine_state import EngineState
 from scheduler.http.errors import unknown_model
 from scheduler.http.live import Live
@@ -30,6 +31,7 @@ class Front:
     - `client`: the connection to the scheduler, for `Answering` and for what endpoints ask themselves.
     - `text`: the checkpoint's tokenizer and chat template. Use it through `encode`, which keeps it off the event loop.
     - `model`: the name under which the model is served; `check_model` compares a request's with it.
+    - `default_sampling`: how answers are drawn where a request does not say.
     - `observe`: makes the Observer of one choice, for `Answering`; `metrics` has what they saw.
     - `engine`: whether it takes requests, and how long one may be.
     - `live`: looks at the engine for those who look at the page.
@@ -37,7 +39,15 @@ class Front:
     - `draining`: true from SIGTERM on. The app refuses requests then, so endpoints need not look, but for health.
     """
 
-    def __init__(self, config: HttpConfig, client: Client, text: TextCodec, model: str) -> None:
+    def __init__(
+        self,
+        config: HttpConfig,
+        client: Client,
+        text: TextCodec,
+        model: str,
+        default_sampling: DefaultSampling | None = None,
+    ) -> None:
+        self.default_sampling = default_sampling or DefaultSampling()
         self.config = config
         self.client = client
         self.text = text

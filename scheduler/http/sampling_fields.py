@@ -4,6 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from scheduler.http.default_sampling import DefaultSampling
 from scheduler.http.errors import invalid
 from scheduler.http.limits import (
     Biases,
@@ -35,13 +36,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Null means the same as leaving a field out. See protocol.Sampling of what they mean."""
+    """Null means the same as leaving a field out: then temperature, top_p, top_k, min_p and repetition_penalty are what
+    the checkpoint's generation_config.json states, if it does. See protocol.Sampling of what they mean."""
 
     model: Annotated[str | None, Meta(description="the served model's name")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[Choices | None, Meta(description="answers to each prompt")] = None
-    temperature: Annotated[Temperature | None, Meta(description="1 if not given; 0 is greedy")] = None
+    temperature: Annotated[
+        Temperature | None, Meta(description="what the checkpoint says, else 1, if not given; 0 is greedy")
+    ] = None
     top_p: TopP | None = None
     top_k: Annotated[TopK | None, Meta(description="-1 or 0 is off")] = None
     min_p: MinP | None = None
@@ -72,7 +76,9 @@ class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def sampling_of(fields: SamplingFields, prompts: int, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def sampling_of(
+    fields: SamplingFields, defaults: DefaultSampling, prompts: int, max_tokens: int | None, logprobs: int | None
+) -> Sampling:
     """What the engine is asked for. What is out of range the engine itself refuses, by its name.
 
     ApiError if `prompts` times n are too many.
@@ -80,20 +86,21 @@ def sampling_of(fields: SamplingFields, prompts: int, max_tokens: int | None, lo
     n = 1 if fields.n is None else fields.n
     if n > 0 and prompts * n > MAX_CHOICES:
         raise invalid(f"{prompts} prompts with n {n} each are more than {MAX_CHOICES} answers", "n")
+    top_k = defaults.top_k if fields.top_k is None else fields.top_k
     seed = fields.seed
     if seed is not None and -SEEDS <= seed < 0:  # what OpenAI takes
         seed += SEEDS
     return Sampling(
-        temperature=_given(fields.temperature, 1.0),
-        top_p=_given(fields.top_p, 1.0),
-        top_k=0 if fields.top_k in (None, -1) else fields.top_k,
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_p=_given(fields.top_p, defaults.top_p),
+        top_k=0 if top_k == -1 else top_k,
         seed=seed,
         max_tokens=max_tokens,
         stop=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
         stop_token_ids=fields.stop_token_ids or [],
         ignore_eos=bool(fields.ignore_eos),
-        min_p=_given(fields.min_p, 0.0),
-        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        min_p=_given(fields.min_p, defaults.min_p),
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_given(fields.presence_penalty, 0.0),
         frequency_penalty=_given(fields.frequency_penalty, 0.0),
         logit_bias=fields.logit_bias or {},

@@ -15,6 +15,7 @@ from copyengine.checkpoint.directory import read_config
 from scheduler.client import Client
 from scheduler.http.app import App
 from scheduler.http.config import HttpConfig
+from scheduler.http.default_sampling import read_default_sampling
 from scheduler.http.front import Front
 from scheduler.http.listening import open_listener
 from scheduler.http.routes import ROUTES
@@ -126,7 +127,8 @@ async def serving(
     """A front with `settings` over an engine with those of `engine`, at rest at the end."""
     async with rig.engine(directory, **(engine or {})) as started, Client(started.endpoint) as client:
         config = HttpConfig(scheduler=started.endpoint, model=str(directory), served_model_name=MODEL, **settings)
-        front = Front(config, client, load_text_codec(directory, read_config(directory)), MODEL)
+        text = load_text_codec(directory, read_config(directory))
+        front = Front(config, client, text, MODEL, read_default_sampling(directory))
         server = HttpServer(App(front, ROUTES, key))
         with open_listener("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]

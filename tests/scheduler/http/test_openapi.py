@@ -10,6 +10,7 @@ import pytest
 
 from copyengine.wire.errors import RequestRefused
 from scheduler.http.completions import CompletionRequest, _check, _parts
+from scheduler.http.default_sampling import DefaultSampling
 from scheduler.http.errors import ApiError
 from scheduler.http.openapi import document
 from scheduler.http.routes import ROUTES
@@ -131,7 +132,7 @@ def served(body: dict[str, Any]) -> bool:
         request = msgspec.json.decode(msgspec.json.encode(body), type=CompletionRequest)
         _check(request)
         parts = _parts(request.prompt)
-        sampling = sampling_of(request, len(parts), request.max_tokens, request.logprobs)
+        sampling = sampling_of(request, DefaultSampling(), len(parts), request.max_tokens, request.logprobs)
         check_generate(Generate(prompt="x", sampling=sampling), True, 400)
     except (msgspec.ValidationError, ApiError, RequestRefused):
         return False
