@@ -1,0 +1,129 @@
+"""What /v1/chat/completions takes."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from scheduler.http.limits import TopLogprobs
+from scheduler.http.sampling_fields import SamplingFields
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}(?!\\n)$")]
+Label = Annotated[Any, Meta(description="a label of the client's; nothing depends on it")]
+
+
+class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message. Only `type: "text"` is served; the other fields are known so as to be refused by name."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+    file: Any = None
+    refusal: str | None = None
+
+
+class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """A call that was made; `arguments` is the JSON text of an object."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of an assistant's turn. `index` is taken too, since clients add up streamed calls."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn. Clients send an assistant's turn back as they got it, so that its empty fields are taken too."""
+
+    role: Role
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: Annotated[str | None, Meta(description="what the assistant thought in this turn")] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """`parameters` is the JSON schema of an object. `strict`: its calls satisfy that schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    function: FunctionTool
+    type: Literal["function"] = "function"
+
+
+class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """By its name."""
+
+    name: str
+
+
+class ToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
+    """The one function to call."""
+
+    function: ChosenFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchemaFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The schema binds exactly, `strict` or not; what it holds that cannot be enforced is refused."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the answer's content is: text, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Null means the same as leaving a field out."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Annotated[int | None, Meta(description="what the model's length leaves, if not given")] = (
+        None
+    )
+    max_tokens: Annotated[int | None, Meta(description="the older name of max_completion_tokens")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[TopLogprobs | None, Meta(description="likeliest tokens of each place to list")] = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="variables of the chat template")] = None
+    reasoning_effort: Annotated[str | None, Meta(description="refused unless the chat template knows it")] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="the last message goes on; needs add_generation_prompt: false")
+    ] = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    metadata: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
