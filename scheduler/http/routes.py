@@ -1,9 +1,10 @@
 """All that is served."""
 
-from scheduler.http import completions, health, models, observing, openapi, tokenizing
+from scheduler.http import chat, completions, health, models, observing, openapi, tokenizing
 from scheduler.http.front import Route
 
 _DESCRIBED: list[Route] = [
+    *chat.ROUTES,
     *completions.ROUTES,
     *models.ROUTES,
     *tokenizing.ROUTES,

@@ -53,12 +53,14 @@ class Taken:
 
 
 @contextmanager
-def rig(step_ms: float, flags: Sequence[str] = (), profile: Path | None = None) -> Iterator[Rig]:
+def rig(
+    step_ms: float, flags: Sequence[str] = (), profile: Path | None = None, max_model_len: int = 0
+) -> Iterator[Rig]:
     """Worker, scheduler and front, this one under cProfile if there is a file for it; `flags` are the front's."""
     with tempfile.TemporaryDirectory() as name:
         directory = write_model(Path(name))
         vocab_size = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
-        with started(directory, vocab_size, None, step_ms) as (_, endpoint):
+        with started(directory, vocab_size, None, step_ms, max_model_len) as (_, endpoint):
             argv = ["--scheduler", endpoint, "--model", str(directory), "--http-port", "0", "--parent-pipe"]
             argv += ["--served-model-name", MODEL, "--log-level", "warning", *flags]
             module = "scheduler.http"

@@ -39,7 +39,7 @@ class Alone:
 
 @contextmanager
 def started(
-    directory: Path, vocab_size: int, profile: Path | None, step_ms: float = 0.0
+    directory: Path, vocab_size: int, profile: Path | None, step_ms: float = 0.0, max_model_len: int = 0
 ) -> Iterator[tuple[Child, str]]:
     """The scheduler, under cProfile if there is a file for it, and its endpoint. Its worker's steps take `step_ms`."""
     notices: Notices = queue.SimpleQueue()
@@ -48,6 +48,7 @@ def started(
     try:
         flags = ["--model", str(directory), "--workers", awaited(notices, "worker", Listening).endpoint, "--port", "0"]
         flags += ["--parent-pipe", "--max-running-requests", "256", "--max-queued-requests", "1024"]
+        flags += ["--max-model-len", str(max_model_len)]
         module, argv = "scheduler", [*flags, "--log-level", "warning"]
         if profile is not None:
             module, argv = "cProfile", ["-o", str(profile), "-m", "scheduler", *argv]
