@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -109,6 +110,24 @@ def test_json_by_a_schema_is_what_is_asked_for(client: openai.OpenAI) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     message, reason = chat(client, response_format={"type": "json_object"}, max_tokens=16, extra_body=QUIET)
     assert message.content.startswith("{") and (reason == "length" or isinstance(json.loads(message.content), dict))
+
+
+def test_thinking_comes_before_what_is_bound(engine: Engine, client: openai.OpenAI) -> None:
+    """Of a model that is made to think, and to stop it at once: its markers are tokens that a grammar has to name."""
+    url = engine.fact("HTTP").removesuffix("/v1") + "/tokenize"
+    begin, end = (httpx.post(url, json={"prompt": marker}).json()["tokens"] for marker in ("<think>", "</think>"))
+    bias = {str(begin[0]): 50, str(end[0]): 100}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    events = list(
+        client.chat.completions.create(
+            model="m", messages=[USER], response_format=wanted, logit_bias=bias, logprobs=True, stream=True,
+            temperature=0, max_tokens=400,
+        )
+    )  # fmt: skip
+    choice = added_up([one.model_dump(exclude_unset=True) for event in events for one in event.choices])
+    drawn = [place["token"] for place in choice["logprobs"]["content"]]
+    assert "</think>" in drawn[:2] and "".join(drawn).count("think>") <= 2
+    Weather.model_validate_json(choice["message"]["content"])
 
 
 def test_calls_that_must_be_have_arguments_that_validate(client: openai.OpenAI) -> None:
