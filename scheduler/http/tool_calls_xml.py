@@ -15,7 +15,7 @@ from scheduler.http.markers import (
 )
 from scheduler.http.tool_calls import ToolCallParser, Tools
 from scheduler.http.tool_calls_json import NO_JSON, json_value
-from scheduler.http.tool_schema import ANY, TEXT, admits, types
+from scheduler.http.tool_schema import ANY, TEXT, admits, stated_values, types
 
 NAME_CHARS = 256
 """Of the longest name of a function or parameter."""
@@ -38,6 +38,7 @@ class XmlToolCalls(ToolCallParser):
         self._parameters = 0
         self._key = ""
         self._allowed = TEXT
+        self._words: list[Any] = []
         self._value_begun = False
 
     def _call(self) -> bool:
@@ -70,7 +71,7 @@ class XmlToolCalls(ToolCallParser):
             return True
         self._key = f"{', ' if self._parameters else ''}{json.dumps(name, ensure_ascii=False)}: "
         self._parameters += 1
-        self._allowed = _allowed(self._schema, name)
+        self._allowed, self._words = _allowed(self._schema, name)
         self._step = self._before_value
         return True
 
@@ -108,7 +109,7 @@ class XmlToolCalls(ToolCallParser):
         if self._allowed == TEXT:
             self._argue('"')
         else:
-            self._argue(self._key + _json(self._take(end), self._allowed))
+            self._argue(self._key + _json(self._take(end), self._allowed, self._words))
         self._take(after)
         self._step = self._parameter
         return True
@@ -136,19 +137,22 @@ class XmlToolCalls(ToolCallParser):
         return len(self._held) - unfinished(self._held, PARAMETER_END, "\n" + PARAMETER_END), None
 
 
-def _allowed(schema: Any, name: str) -> frozenset[str]:
+def _allowed(schema: Any, name: str) -> tuple[frozenset[str], list[Any]]:
+    """The types of a parameter, and the values that it is limited to, if it is."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(properties, Mapping) or name not in properties:
-        return TEXT
+        return TEXT, []
     allowed = types(properties[name], schema)
-    return TEXT if allowed == ANY else allowed
+    return TEXT if allowed == ANY else allowed, stated_values(properties[name], schema)
 
 
-def _json(text: str, allowed: frozenset[str]) -> str:
-    """A value as JSON text: as it is written if it is JSON of an allowed type, else as a string."""
+def _json(text: str, allowed: frozenset[str], stated: list[Any]) -> str:
+    """A value as JSON text: as written if that is JSON of an allowed type and none of `stated`, else a string."""
     written = text.strip()
     written = _PYTHON.get(written, written)
     value = json_value(written)
+    if text in stated:
+        return json.dumps(text, ensure_ascii=False)
     if value is not NO_JSON and not isinstance(value, str) and admits(allowed, value):
         return written
     if isinstance(value, str) and "string" not in allowed:

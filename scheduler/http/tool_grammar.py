@@ -9,7 +9,7 @@ from scheduler.http.errors import invalid
 from scheduler.http.lark import Grammar, literal, one_of
 from scheduler.http.markers import CALL, CALL_END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from scheduler.http.tool_calls import CallForm
-from scheduler.http.tool_schema import TEXT, resolved, types
+from scheduler.http.tool_schema import TEXT, resolved, stated_values, types
 
 ABOUT = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 """What a schema may say besides, which binds nothing."""
@@ -31,10 +31,12 @@ def call_end(grammar: Grammar, tool: Tool, form: CallForm, binding: Binding, whe
     Only where calls are XML does "loose" leave some of a schema to the model: arguments as JSON are bound in full.
     ApiError, naming the part of `where`, for what the form has no grammar for.
     """
-    name, schema = tool.function.name, tool.function.parameters or {}
+    name, schema = tool.function.name, {"type": "object", **(tool.function.parameters or {})}
+    if "object" not in types(schema, schema):
+        raise invalid(f"{where}.function.parameters is no schema of an object", "tools")
     end = grammar.marker(CALL_END)
     if form == "json":
-        arguments = grammar.json({"type": "object"} if binding == "free" or not schema else schema)
+        arguments = grammar.json({"type": "object"} if binding == "free" else schema)
         opening = literal(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
         closing = literal("}\n")
         return grammar.rule(f"{opening} {arguments} {closing} {end}")
@@ -94,9 +96,9 @@ class _XmlParameters:
         if "string" not in allowed:
             definitions = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
             return f"{self._grammar.json({**target, **definitions})} {end}"
-        if stated := [target["const"]] if "const" in target else target.get("enum"):
-            if not isinstance(stated, list):
-                raise invalid(f"{where}.enum is no list", "tools")
+        if "enum" in target and not isinstance(target["enum"], list):
+            raise invalid(f"{where}.enum is no list", "tools")
+        if stated := stated_values(target, self._root):
             values = [value if isinstance(value, str) else json.dumps(value) for value in stated]
             return f"{one_of(*map(literal, values))} {end}"
         text = allowed == TEXT

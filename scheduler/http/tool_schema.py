@@ -36,6 +36,15 @@ def types(schema: Any, root: Any, depth: int = DEPTH) -> frozenset[str]:
     return _combined(schema, root, depth)
 
 
+def stated_values(schema: Any, root: Any) -> list[Any]:
+    """The values that `schema`, a part of `root`, lists as the only ones; none if it lists none."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
 def _combined(schema: Mapping[str, Any], root: Any, depth: int) -> frozenset[str]:
     allowed = ANY
     for key in ("anyOf", "oneOf"):

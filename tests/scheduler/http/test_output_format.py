@@ -150,6 +150,13 @@ def test_calls_as_json(text: Text, must: bool, several: bool, answer: str, match
     assert text.matches(answer_grammar(None, wanted, "may", text.tokens), answer) is matches
 
 
+def test_arguments_are_an_object_whatever_the_schema_leaves_open(text: Text) -> None:
+    grammar = answer_grammar(None, Calls([tool("f", {"required": ["a"]})], "json", True, False), "never", text.tokens)
+    assert text.matches(grammar, json_call("f", '{"a": 1}')) and not text.matches(grammar, json_call("f", "5"))
+    with pytest.raises(ApiError, match="no schema of an object"):
+        answer_grammar(None, Calls([tool("f", {"type": ["null", "array"]})], "json", True, False), "never", {})
+
+
 def test_a_strict_tool_binds_calls_among_text(text: Text) -> None:
     wanted = Calls([tool("f", SCHEMA, True), tool("g", SCHEMA)], "json", must=False, several=True)
     grammar = answer_grammar(None, wanted, "opened", text.tokens)
@@ -230,6 +237,7 @@ def test_tools_that_are_not_strict_may_be_called_otherwise_among_text(text: Text
         ({"properties": {"a": {"type": "string", "format": "date"}}}, r"parameters\.properties\.a: format"),
         ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 1}]}}}, r"\.a: anyOf"),
         ({"properties": {"a>": {}}}, "names of parameters"),
+        ({"type": "string"}, "no schema of an object"),
         ({"properties": []}, "properties is no object"),
         ({"properties": {"a": 5}}, "a is no object"),
         ({"required": 5}, "required"),

@@ -21,6 +21,7 @@ SCHEMA: dict[str, Any] = {
         "share": {"type": "number"},
         "on": {"type": "boolean"},
         "none": {"type": ["string", "null"]},
+        "word": {"enum": ["5", 7, "null", None]},
         "list": {"type": "array"},
         "point": {"$ref": "#/$defs/point"},
         "either": {"anyOf": [{"type": "integer"}, {"type": "object"}]},
@@ -104,6 +105,8 @@ def xml(name: str, **values: str) -> str:
         (xml("f", count=" 5 ", share="0.5", on="True"), "", [("f", {"count": 5, "share": 0.5, "on": True})]),
         (xml("f", none="None", list="[1, 2]"), "", [("f", {"none": None, "list": [1, 2]})]),
         (xml("f", point='{"x": 1}'), "", [("f", {"point": {"x": 1}})]),
+        (xml("f", word="5"), "", [("f", {"word": "5"})]),
+        (xml("f", word="7"), "", [("f", {"word": 7})]),
         (xml("f", none="null", either="7"), "", [("f", {"none": None, "either": 7})]),
         (xml("f", none="5", either='{"a": 1}'), "", [("f", {"none": "5", "either": {"a": 1}})]),
         # no JSON of their type, or of none that is known: strings
