@@ -40,7 +40,14 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP request, from its headers to the last byte of its answer."""
-        request_id = f"req-{secrets.token_hex(12)}"
+        try:
+            await self._answer(f"req-{secrets.token_hex(12)}", scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._front.draining:
+                raise
+            await _cut_off(scope, receive)  # the process ends, and this request had not come to anything
+
+    async def _answer(self, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
             route, params = self._route(scope["method"], scope["path"])
@@ -61,10 +68,6 @@ class App:
         except TooSlow as error:
             log.warning("%s is given up: %s", request_id, error)
             await _cut_off(scope, receive)
-        except asyncio.CancelledError:
-            if not self._front.draining:
-                raise
-            await _cut_off(scope, receive)  # the process ends, and this request had not come to anything
         finally:
             self._bodies.release(len(body))
             if route.serves:

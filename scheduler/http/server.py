@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from scheduler.http.connection import KEEP_ALIVE_S, Connection
 
 STOP_NOTICE_S = 1
-"""Seconds that answers have to be written when the process stops."""
+"""Seconds that answers have to end when the process stops, and then connections."""
 
 
 class HttpServer(uvicorn.Server):
@@ -41,11 +41,16 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def run_on(self, listener: socket.socket) -> None:
-        """Serve until cancelled; then connections are closed, with what has been written to them."""
+        """Serve until cancelled; then who is still being answered has STOP_NOTICE_S, and is cut off."""
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
+            tasks = self.server_state.tasks
+            if tasks:
+                await asyncio.wait(tasks, timeout=STOP_NOTICE_S)
+            for task in tasks:
+                task.cancel()
             self.should_exit = True
             await serving
             raise

@@ -16,7 +16,8 @@ ROLES = (
     Role("copyengine"),
     Role("worker0", needs=("copyengine",)),
     Role("worker1", needs=("copyengine",)),
-    Role("scheduler", uses=("worker0", "worker1")),
+    Role("scheduler", uses=("worker0", "worker1"), takes_requests=True),
+    Role("http", calls=("scheduler",), takes_requests=True),
 )
 WORKERS = ("worker0", "worker1")
 PATIENCE = Patience(listen_s=30, serve_s=140, end_s=5, knob="--ready-timeout-s")
@@ -105,7 +106,7 @@ class World:
             process.listens = True
             self.say(process.name, Listening(process.endpoint))
         elif not process.ready:
-            if not all(map(self._lives, process.given.values())):
+            if process.name != "http" and not all(map(self._lives, process.given.values())):
                 return False  # a connection to nobody is no error: it waits
             process.ready = True
             self.taken.update(process.works_with.values())
@@ -141,24 +142,27 @@ class World:
         assert all(self.living[name].given == {"copyengine": engine} for name in WORKERS)
         assert scheduler.works_with == {name: self.living[name].endpoint for name in WORKERS}
         assert self.restarts.endpoint("scheduler") == scheduler.endpoint
+        assert self.restarts.takers == ["scheduler", "http"]
 
 
 def served() -> World:
     world = World()
     world.settle()
     world.check_serving()
-    assert world.starts == ["copyengine", "worker0", "worker1", "scheduler"] and not world.said
+    assert world.starts == [role.name for role in ROLES] and not world.said
     return world
 
 
 @settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["die", "advance", "advance", "deliver", "deliver"]))))
-def test_whatever_dies_whenever_all_serve_again(history: list[tuple[int, str]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(["die", "advance", "advance", "deliver", "deliver"])))
+)
+def test_whatever_dies_whenever_all_serve_again(history: list[tuple[Role, str]]) -> None:
     """Deaths at any moment, also of what is just starting or ending, and however late each is heard of."""
     world = served()
     row = 0
-    for which, what in history:
-        name = ROLES[which].name
+    for role, what in history:
+        name = role.name
         if what == "deliver":
             world.deliver(name)
         elif name in world.living and what == "advance":
@@ -183,6 +187,7 @@ def test_whatever_dies_whenever_all_serve_again(history: list[tuple[int, str]]) 
         ("worker0", ["worker0"]),
         ("worker1", ["worker1"]),
         ("scheduler", ["scheduler"]),
+        ("http", ["http"]),
     ],
 )
 def test_a_death_takes_down_those_that_need_the_dead(dead: str, anew: list[str]) -> None:
@@ -191,7 +196,7 @@ def test_a_death_takes_down_those_that_need_the_dead(dead: str, anew: list[str])
     world.die(dead, KILLED)
     world.settle()
     world.check_serving()
-    assert world.starts[4:] == anew
+    assert world.starts[len(ROLES) :] == anew
     assert all(world.living[name] is process for name, process in untouched.items())
     assert world.said == [
         f"{dead} was killed by SIGKILL; starting {', '.join(anew)} anew (death 1 in a row; 5 give up)",
@@ -210,7 +215,7 @@ def test_workers_that_end_for_want_of_a_copy_engine_are_no_deaths() -> None:
         world.check_serving()
         assert world.restarts.deaths.in_a_row == 1
         assert world.said[0].startswith("copyengine was killed by SIGKILL")
-        assert sorted(world.starts[4:]) == ["copyengine", "worker0", "worker1"]
+        assert sorted(world.starts[len(ROLES) :]) == ["copyengine", "worker0", "worker1"]
 
 
 @pytest.mark.parametrize("order", [("scheduler", "worker0"), ("worker0", "scheduler"), ("scheduler", "copyengine")])
@@ -225,8 +230,29 @@ def test_a_scheduler_that_waits_for_a_dead_worker_is_started_anew(order: tuple[s
     world.check_serving()
     assert world.restarts.deaths.in_a_row == 2
     if order == ("scheduler", "worker0"):
-        assert world.starts[4:] == ["scheduler", "worker0", "scheduler"]
+        assert world.starts[len(ROLES) :] == ["scheduler", "worker0", "scheduler"]
         assert "starting worker0, scheduler anew" in world.said[1]
+
+
+def test_who_calls_another_serves_without_it_and_is_told_nothing() -> None:
+    """It is started once the other listens, long before that one is ready, of which its own being so says nothing."""
+    world = World()
+    while "http" not in world.living:
+        for process in list(world.living.values()):
+            if process.name != "scheduler" or not process.listens:
+                world.advance(process)
+        world.deliver_all()
+    assert world.living["http"].given == {"scheduler": world.living["scheduler"].endpoint}
+    for _ in range(2):
+        world.advance(world.living["http"])
+        world.deliver_all()
+    assert (world.restarts.phase("http"), world.restarts.phase("scheduler")) == ("serving", "listening")
+    assert world.restarts.takers == ["http"] and not world.restarts.serving
+    world.settle()
+    world.check_serving()
+    restart(world, "scheduler")
+    assert (world.restarts.phase("http"), world.restarts.takers) == ("serving", ["http"])
+    assert not world.living["http"].to_take
 
 
 def restart(world: World, name: str) -> None:

@@ -23,6 +23,7 @@ ROLES = (
     Role("copyengine"),
     Role("worker", needs=("copyengine",)),
     Role("scheduler", uses=("worker",), takes_requests=True),
+    Role("http", calls=("scheduler",), takes_requests=True),
 )
 PATIENCE = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience")
 
@@ -140,12 +141,22 @@ def test_a_drain_ends_with_the_last_request() -> None:
         assert run.said == ["finishing running requests; a second signal stops at once"]
 
 
+@pytest.mark.parametrize("late", ["scheduler", "http"])
+def test_a_drain_waits_for_all_who_take_requests(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
+    with running(**{late: "busy"}) as run:
+        run.tell("SIGTERM")
+        assert run.end() == 1
+        assert run.said[1:] == ["error: requests still running after 1 s"]
+
+
 def test_a_drain_with_nobody_to_drain_ends_at_once() -> None:
-    """The scheduler has just been started anew and says nothing yet: nothing runs."""
+    """Who takes requests has just been started anew and says nothing yet: nothing runs."""
     with running() as run:
-        run.habits["scheduler"] = "mute"
+        run.habits.update(scheduler="mute", http="mute")
         run.kill("scheduler")
-        run.until(lambda: len(run.said) == 1)
+        run.kill("http")
+        run.until(lambda: len(run.said) == 2)
         run.tell("SIGTERM")
         assert run.end() == 0
         assert "finishing running requests" not in str(run.said)
