@@ -78,15 +78,17 @@ def rig(
 
 def by_zmq(rig: Rig, load: Load, seed: int = 0) -> Taken:
     """Through scheduler.client."""
-    return _taken(rig, offer(rig.endpoint, load, seed))
+    return taken(rig, offer(rig.endpoint, load, seed))
 
 
 def by_http(rig: Rig, load: Load, seed: int = 0) -> Taken:
     """Through the front."""
-    return _taken(rig, offer_http(rig.port, load, seed))
+    return taken(rig, offer_http(rig.port, load, seed))
 
 
-def _taken(rig: Rig, asking: Awaitable[Served]) -> Taken:
+def taken(rig: Rig, asking: Awaitable[Served]) -> Taken:
+    """What `asking` takes, on an event loop of its own."""
+
     async def ask() -> Served:
         return await asking
 

@@ -92,7 +92,12 @@ def profiled(clients: int, answers: int, prompt_tokens: int, new_tokens: int) ->
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "profile"
         tokens = measure(clients, answers, prompt_tokens, new_tokens, path).served.load.tokens
-        stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(str(path)).stats  # type: ignore[attr-defined]
+        return busiest(path, tokens)
+
+
+def busiest(profile: Path, tokens: int) -> list[tuple[str, str, str]]:
+    """The same of what cProfile wrote of any process that handled so many tokens."""
+    stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
     rows = sorted(((own, total, place) for place, (_, _, own, total, _) in stats.items()), reverse=True)
     busy = [row for row in rows if row[2][2] != "run"]  # the loop itself, waiting included
     return [(_name(place), f"{1e6 * own / tokens:.1f}", f"{1e6 * total / tokens:.1f}") for own, total, place in busy][
