@@ -1,6 +1,7 @@
 """Calls written as `<function=NAME>`, `<parameter=P>` and values: the form of Qwen3-Coder and Qwen3.5."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from scheduler.http.tool_schema import ANY, TEXT, admits, stated_values, types
 NAME_CHARS = 256
 """Of the longest name of a function or parameter."""
 
+_LONGEST = max(map(len, (PARAMETER, FUNCTION_END, CALL_END)))
+_BLANKS = re.compile(r"\s*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -40,6 +43,7 @@ class XmlToolCalls(ToolCallParser):
         self._allowed = TEXT
         self._words: list[Any] = []
         self._value_begun = False
+        self._searched = 0  # where in what is held the value's end may be
 
     def _call(self) -> bool:
         name = self._named(FUNCTION)
@@ -94,6 +98,7 @@ class XmlToolCalls(ToolCallParser):
             return False
         self._held = self._held.removeprefix("\n")
         self._value_begun = False
+        self._searched = 0
         self._step = self._value
         return True
 
@@ -101,6 +106,7 @@ class XmlToolCalls(ToolCallParser):
         end, after = self._value_end()
         if self._allowed == TEXT:
             self._say_string(end)
+            self._searched = max(0, self._searched - end)
             end = 0
         if after is None:
             if self._ended:  # in the middle of a value that is no string
@@ -121,20 +127,28 @@ class XmlToolCalls(ToolCallParser):
         self._argue(opening + json.dumps(self._take(count), ensure_ascii=False)[1:-1])
 
     def _value_end(self) -> tuple[int, int | None]:
-        """Where the value ends, as far as it is known; and where what follows begins, None if it is not known."""
-        at = self._held.find(PARAMETER_END)
+        """Where the value ends, as far as it is known; and how much lies between it and what follows, None if that is
+        not known."""
+        at = self._held.find(PARAMETER_END, self._searched)
         while at >= 0:
-            after = self._held[at + len(PARAMETER_END) :].lstrip()
-            found = begins(after, PARAMETER, FUNCTION_END, CALL_END)
-            end = at - 1 if self._held[:at].endswith("\n") else at
+            end = at - 1 if self._held[max(0, at - 1) : at] == "\n" else at
+            after = _after_blanks(self._held, at + len(PARAMETER_END))
+            found = begins(self._held[after : after + _LONGEST], PARAMETER, FUNCTION_END, CALL_END)
             if found or (found is None and self._ended):
-                return end, len(self._held) - len(after) - end
+                return end, after - end
             if found is None:
                 return end, None
-            at = self._held.find(PARAMETER_END, at + 1)
+            self._searched = at + 1
+            at = self._held.find(PARAMETER_END, self._searched)
         if self._ended:
             return len(self._held), None
         return len(self._held) - unfinished(self._held, PARAMETER_END, "\n" + PARAMETER_END), None
+
+
+def _after_blanks(text: str, start: int) -> int:
+    found = _BLANKS.match(text, start)
+    assert found
+    return found.end()
 
 
 def _allowed(schema: Any, name: str) -> tuple[frozenset[str], list[Any]]:
