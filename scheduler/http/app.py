@@ -1,7 +1,6 @@
 """The ASGI application: finds a request's route, checks key and body, serves it while its client is there."""
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
@@ -13,10 +12,11 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from copyengine.wire.errors import SlotstreamError
+from scheduler.http.access import Access
 from scheduler.http.answering import TooSlow
 from scheduler.http.errors import ApiError, api_error, draining, internal, invalid, malformed
 from scheduler.http.front import Call, Front, Route
-from scheduler.http.reading import Bodies, ClientLeft, has_body, linger
+from scheduler.http.reading import Body, ClientLeft, Room
 
 BODIES_AT_A_TIME = 8
 """How many bodies of the largest size are held at a time."""
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """Serves `routes`. With a `key`, guarded ones only to who brings it."""
+    """Serves `routes`, to whom Access lets; `key` is empty if none is asked for."""
 
     def __init__(self, front: Front, routes: Sequence[Route], key: bytes = b"") -> None:
         self._front = front
-        self._key = key
+        self._access = Access(front.config.http_host, key)
         most = front.config.http_max_body_bytes
-        self._bodies = Bodies(most, BODIES_AT_A_TIME * most)
+        self._room = Room(most, BODIES_AT_A_TIME * most)
         self._routes = [(_pattern(route.path), route) for route in routes]
         self._decoders = {id(route): msgspec.json.Decoder(route.body) for route in routes if route.body is not None}
 
@@ -49,34 +49,40 @@ class App:
 
     async def _answer(self, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        body = Body(self._room, headers, receive)
         try:
-            route, params = self._route(scope["method"], scope["path"])
-            self._check_key(route, headers)
-            if route.serves and self._front.draining:
-                raise draining()
-            _check_type(route, headers)
-            body = await self._bodies.read(headers, receive)
+            route, params = self._admit(scope, headers)
+            decoded = self._decode(route, await body.read())
         except ClientLeft:
             return
         except ApiError as error:
-            return await _refuse(error, request_id, headers, scope, receive, send)
+            return await _refuse(error, request_id, body, scope, receive, send)
+        finally:
+            body.release()
         if route.serves:
             self._front.begin()
         try:
-            call = Call(request_id, body, params, QueryParams(scope["query_string"]))
+            call = Call(request_id, decoded, params, QueryParams(scope["query_string"]))
             await while_there(receive, self._serve(route, call, scope, receive, send))
         except TooSlow as error:
             log.warning("%s is given up: %s", request_id, error)
             await _cut_off(scope, receive)
         finally:
-            self._bodies.release(len(body))
             if route.serves:
                 self._front.done()
+
+    def _admit(self, scope: Scope, headers: Headers) -> tuple[Route, dict[str, str]]:
+        """The route, and what its path's names stand for. ApiError for what is refused whatever the body."""
+        route, params = self._route(scope["method"], scope["path"])
+        self._access.check(route, headers)
+        if route.serves and self._front.draining:
+            raise draining()
+        _check_type(route, headers)
+        return route, params
 
     async def _serve(self, route: Route, call: Call[Any], scope: Scope, receive: Receive, send: Send) -> None:
         """Send the endpoint's response, or the error that it, or the response before its first byte, ends with."""
         try:
-            call.body = self._decode(route, call.body)
             response = await route.endpoint(self._front, call)
             response.headers["x-request-id"] = call.request_id
             return await response(scope, receive, send)
@@ -121,20 +127,6 @@ class App:
         error.headers["allow"] = ", ".join(sorted(allowed))
         raise error
 
-    def _check_key(self, route: Route, headers: Headers) -> None:
-        if not self._key or not route.guarded:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
-            error = ApiError(
-                401,
-                "authentication_error",
-                "a key is needed, and this is not it" if key else "send the key as Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
-            error.headers["www-authenticate"] = "Bearer"
-            raise error
-
 
 def _pattern(path: str) -> re.Pattern[str]:
     """What matches `path`, in which `{name}` stands for anything, slashes too: names of models have them."""
@@ -150,18 +142,16 @@ def _check_type(route: Route, headers: Headers) -> None:
         raise ApiError(415, "invalid_request_error", text, code="unsupported_media_type")
 
 
-async def _refuse(
-    error: ApiError, request_id: str, headers: Headers, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Answer a request whose body was not read to its end."""
+async def _refuse(error: ApiError, request_id: str, body: Body, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body may not have been read to its end."""
     response = error.response()
     response.headers["x-request-id"] = request_id
-    if not has_body(headers):
+    if not body.unread:
         return await response(scope, receive, send)
     response.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    await linger(receive)
+    await body.linger()
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

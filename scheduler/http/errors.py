@@ -13,6 +13,7 @@ from scheduler.protocol import HealthReply, Sampling
 Kind = Literal[
     "invalid_request_error",
     "authentication_error",
+    "permission_error",
     "not_found_error",
     "rate_limit_error",
     "service_unavailable",
@@ -55,15 +56,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
-        close: bool = False,
     ) -> None:
-        """`close`: the connection is of no use any more, since what the client sends on it was not read."""
         super().__init__(f"{status} {code}: {message}")
         self.status = status
         self.body = ErrorReply(ErrorBody(message, kind, param, code))
         self.headers: dict[str, str] = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-        if close:
-            self.headers["connection"] = "close"
 
     def encode(self) -> bytes:
         """The body as JSON."""
@@ -170,7 +167,9 @@ def api_error(error: SlotstreamError, request_id: str) -> ApiError:
 
 def _refused(error: RequestRefused, request_id: str) -> ApiError:
     match error.code:
-        case "invalid_request" | "no_tokenizer" | "no_chat_template" | "encode_timeout" | "invalid_grammar":
+        case "invalid_grammar":  # quotes the client's own regular expressions, which may look like paths
+            return invalid(error.detail, code=error.code)
+        case "invalid_request" | "no_tokenizer" | "no_chat_template" | "encode_timeout":
             detail = re.sub(r"^token_ids\b", "prompt", error.detail)  # as who sent it calls it
             return invalid(without_paths(detail), _field(detail), error.code)
         case "context_length_exceeded":
@@ -186,6 +185,9 @@ def _refused(error: RequestRefused, request_id: str) -> ApiError:
             return _unavailable(error.code, "the worker that computed the answer failed; ask again")
         case "bad_logits":
             message = "the model computed something that is no number for this prompt"
+            return ApiError(500, "server_error", message, code=error.code)
+        case "grammar_failed":
+            message = "the answer got where its grammar allows nothing more, or is too much work to follow"
             return ApiError(500, "server_error", message, code=error.code)
     return internal(request_id)
 

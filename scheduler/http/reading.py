@@ -1,6 +1,7 @@
 """Reads requests' bodies, within limits of size and time."""
 
 import asyncio
+import contextlib
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
@@ -19,69 +20,65 @@ class ClientLeft(Exception):
     """The client is gone; nobody reads an answer."""
 
 
-class Bodies:
+class Room:
     """Bounds the bodies that are held at a time: each to `most_nbytes`, all together to `all_nbytes`."""
 
     def __init__(self, most_nbytes: int, all_nbytes: int) -> None:
-        self._most = most_nbytes
-        self._all = all_nbytes
-        self._held = 0
+        self.most_nbytes = most_nbytes
+        self.all_nbytes = all_nbytes
+        self.held_nbytes = 0
 
-    async def read(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body, to be given back with `release`. ApiError 413, 408 or 503, ClientLeft."""
-        self._check_length(headers)
+
+class Body:
+    """One request's body. It takes room from `read` to `release`."""
+
+    def __init__(self, room: Room, headers: Headers, receive: Receive) -> None:
+        self._room = room
+        self._stated = headers.get("content-length", "")
+        self._receive = receive
+        self._nbytes = 0
+        self.unread = self._stated not in ("", "0") or "transfer-encoding" in headers  # the client still sends
+
+    async def read(self) -> bytes:
+        """All of it. ApiError 413, 408 or 503, ClientLeft."""
+        if self._stated.isdecimal():
+            self._check(int(self._stated))
         parts: list[bytes] = []
-        nbytes = 0
         try:
             async with asyncio.timeout(BODY_S):
                 while True:
-                    message = await receive()
+                    message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientLeft
-                    part = message.get("body", b"")
-                    parts.append(part)
-                    nbytes += len(part)
-                    self._held += len(part)
-                    self._check(nbytes)
+                    parts.append(message.get("body", b""))
+                    self._nbytes += len(parts[-1])
+                    self._room.held_nbytes += len(parts[-1])
+                    self._check(self._nbytes)
                     if not message.get("more_body", False):
+                        self.unread = False
                         return b"".join(parts)
-        except BaseException as error:
-            self.release(nbytes)
-            if isinstance(error, TimeoutError):
-                text = f"the body did not arrive within {BODY_S:g} s"
-                raise ApiError(408, "invalid_request_error", text, code="body_timeout", close=True) from None
-            raise
+        except TimeoutError:
+            text = f"the body did not arrive within {BODY_S:g} s"
+            raise ApiError(408, "invalid_request_error", text, code="body_timeout") from None
 
-    def release(self, nbytes: int) -> None:
-        """A body of so many bytes is held no more."""
-        self._held -= nbytes
+    def release(self) -> None:
+        """Nothing of it is held any more. No-op the second time."""
+        self._room.held_nbytes -= self._nbytes
+        self._nbytes = 0
 
-    def _check_length(self, headers: Headers) -> None:
-        stated = headers.get("content-length", "")
-        if stated.isdecimal():
-            self._check(int(stated))
+    async def linger(self) -> None:
+        """Take what the client still sends, for LINGER_S at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while self.unread:
+                    message = await self._receive()
+                    self.unread = message["type"] != "http.disconnect" and message.get("more_body", False)
 
     def _check(self, nbytes: int) -> None:
-        if nbytes > self._most:
-            text = f"the body has more than the {self._most} bytes of --http-max-body-bytes"
-            raise ApiError(413, "invalid_request_error", text, code="body_too_large", close=True)
-        if self._held > self._all:
+        room = self._room
+        if nbytes > room.most_nbytes:
+            text = f"the body has more than the {room.most_nbytes} bytes of --http-max-body-bytes"
+            raise ApiError(413, "invalid_request_error", text, code="body_too_large")
+        if room.held_nbytes > room.all_nbytes:
             text = "the bodies of other requests take all the room there is for bodies"
-            raise ApiError(503, "service_unavailable", text, code="overloaded", retry_after_s=1, close=True)
-
-
-def has_body(headers: Headers) -> bool:
-    """Whether the client sends one."""
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-
-
-async def linger(receive: Receive) -> None:
-    """Take what the client still sends, for LINGER_S at most."""
-    try:
-        async with asyncio.timeout(LINGER_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
+            raise ApiError(503, "service_unavailable", text, code="overloaded", retry_after_s=1)

@@ -136,7 +136,7 @@ def test_errors_are_the_openai_clients_exceptions(engine: Engine, client: openai
 
 def request_of(engine: Engine, **body: Any) -> bytes:
     content = msgspec.json.encode(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {engine.url}\r\nContent-Type: application/json"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
     return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -41,8 +41,8 @@ class Connection:
 
     async def post(self, path: str = "/v1/completions", /, **body: Any) -> None:
         content = msgspec.json.encode(body)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-        await self.send(f"{head}\r\n\r\n".encode() + content)
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        await self.send(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
     async def receive(self, nbytes: int = 65536) -> bytes:
         """What is there, at most `nbytes`; empty at the end. ConnectionResetError if it was cut off."""

@@ -26,7 +26,7 @@ async def refusal(client: Connection) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"G", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "a byte", "half"]
+    "sent", [b"", b"G", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n"], ids=["nothing", "a byte", "half"]
 )
 def test_headers_must_come_in_time(model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """On a new connection and on one that has had an answer."""
@@ -37,7 +37,7 @@ def test_headers_must_come_in_time(model: Path, event_loop: str, monkeypatch: py
             for used in (False, True):
                 slow = Connection(rig.port)
                 if used:
-                    await slow.send(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                    await slow.send(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
                     await slow.until(b"live")
                 if sent or not used:  # else it is kept for other requests, see below
                     await slow.send(sent)
@@ -53,7 +53,7 @@ def test_a_connection_without_requests_is_kept_so_long(model: Path, monkeypatch:
         async with serving(model) as rig:
             rig.server.config.timeout_keep_alive = 1
             idle = Connection(rig.port)
-            await idle.send(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            await idle.send(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             await idle.until(b"live")
             assert await idle.rest() == b""
             idle.close()
@@ -124,7 +124,7 @@ def test_a_request_sent_before_the_answer_to_the_one_ahead(model: Path, event_lo
     async def main() -> None:
         async with serving(model) as rig:
             rig.engine.worker.step_s = 0.01
-            second = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+            second = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
             body = b'{"prompt": [5], "max_tokens": 5}'
             head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             for count, leaves in ((b"5", False), (b"4000", True)):

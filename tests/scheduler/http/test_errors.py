@@ -14,12 +14,12 @@ CODES = {
     "no_chat_template": (400, "invalid_request_error"),
     "context_length_exceeded": (400, "invalid_request_error"),
     "encode_timeout": (400, "invalid_request_error"),
-    "invalid_grammar": (400, "invalid_request_error"),
     "queue_full": (429, "rate_limit_error"),
     "not_ready": (503, "service_unavailable"),
     "draining": (503, "service_unavailable"),
     "worker_failed": (503, "service_unavailable"),
     "bad_logits": (500, "server_error"),
+    "grammar_failed": (500, "server_error"),
     "duplicate_request": (500, "server_error"),
     "internal": (500, "server_error"),
     "something new": (500, "server_error"),
@@ -30,7 +30,8 @@ CODES = {
 def test_each_code_of_the_engine_has_its_status(code: str) -> None:
     told = api_error(RequestRefused(code, f"cannot read {SECRET}: gone"), "req-1")
     assert (told.status, told.body.error.type) == CODES[code]
-    assert told.body.error.code == (code if told.status != 500 or code == "bad_logits" else "internal")
+    ours = ("duplicate_request", "internal", "something new")
+    assert told.body.error.code == ("internal" if code in ours else code)
     assert ("retry-after" in told.headers) == (told.status in (429, 503))
     assert "secret" not in told.encode().decode() and "somebody" not in told.encode().decode()
 
@@ -81,3 +82,10 @@ def test_a_field_of_the_engines_words_is_named() -> None:
     assert (told.body.error.param, told.body.error.message[:10]) == ("prompt", "prompt[1] ")
     assert api_error(RequestRefused("invalid_request", "top_p 2 must be"), "req-1").body.error.param == "top_p"
     assert api_error(RequestRefused("invalid_request", "something else"), "req-1").body.error.param is None
+
+
+def test_regular_expressions_are_quoted_as_they_are() -> None:
+    """Some look like paths; they are the client's."""
+    detail = r"bad regex: /^\/home\/[a-z]+$/, ~/x and C:\\d"
+    told = api_error(RequestRefused("invalid_grammar", detail), "req-1")
+    assert (told.status, told.body.error.code, told.body.error.message) == (400, "invalid_grammar", detail)
