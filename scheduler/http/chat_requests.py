@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from scheduler.http.limits import TopLogprobs
+from scheduler.http.limits import MaxTokens, TopLogprobs
 from scheduler.http.sampling_fields import SamplingFields
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -104,11 +104,11 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Null means the same as leaving a field out."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: Annotated[int | None, Meta(description="what the model's length leaves, if not given")] = (
-        None
-    )
-    max_tokens: Annotated[int | None, Meta(description="the older name of max_completion_tokens")] = None
+    messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
+    max_completion_tokens: Annotated[
+        MaxTokens | None, Meta(description="what the model's length leaves, if not given")
+    ] = None
+    max_tokens: Annotated[MaxTokens | None, Meta(description="the older name of max_completion_tokens")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[TopLogprobs | None, Meta(description="likeliest tokens of each place to list")] = None
     response_format: ResponseFormat | None = None

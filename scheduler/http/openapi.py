@@ -42,18 +42,19 @@ def described(routes: Sequence[Route]) -> Route:
     all_routes = list(routes)
 
     async def describe(front: Front, call: Call[None]) -> Response:
-        has_key = bool(front.config.api_key)
-        return Response(msgspec.json.encode(document(all_routes, has_key)), media_type=JSON)
+        described = document(all_routes, front.model, bool(front.config.api_key))
+        return Response(msgspec.json.encode(described), media_type=JSON)
 
     all_routes.append(Route("GET", "/openapi.json", describe, "This description", serves=False))
     return all_routes[-1]
 
 
-def document(routes: Sequence[Route], has_key: bool) -> dict[str, Any]:
-    """The description of `routes`, of which the guarded ones ask for a key if there is one."""
+def document(routes: Sequence[Route], model: str, has_key: bool) -> dict[str, Any]:
+    """The description of `routes`, of which the guarded ones ask for a key if there is one; they serve `model`."""
     types = dict.fromkeys([ErrorReply, *(kind for route in routes for kind in _types(route))])
     schemas, components = msgspec.json.schema_components(types, ref_template=REF)
     refs = dict(zip(types, schemas, strict=True))
+    _name_model([refs[route.body] for route in routes if _names_model(route)], components, model)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, refs, has_key)
@@ -67,6 +68,13 @@ def document(routes: Sequence[Route], has_key: bool) -> dict[str, Any]:
 def _types(route: Route) -> list[Any]:
     """Those that have a schema."""
     return [kind for kind in (route.body, route.reply, route.event, *route.others.values()) if kind is not None]
+
+
+def _name_model(bodies: list[dict[str, Any]], components: dict[str, Any], model: str) -> None:
+    """Have these say that there is one model only."""
+    for body in bodies:
+        properties = components[body["$ref"].rpartition("/")[2]]["properties"]
+        properties["model"] = {**properties["model"], "enum": [model, None]}
 
 
 def _operation(route: Route, refs: dict[Any, Any], has_key: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from scheduler.http.errors import invalid, not_loaded
 from scheduler.http.front import Call, Front, Route
+from scheduler.http.limits import TokenId
 from scheduler.http.models import json_response
 from scheduler.protocol import Message
 
@@ -34,7 +35,7 @@ class TokenizeReply(Struct, frozen=True):
 class DetokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Token ids."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

@@ -18,7 +18,8 @@ from scheduler.http.sampling_fields import sampling_of
 from scheduler.protocol import Generate
 from scheduler.validate import check_generate
 
-DOCUMENTS = {has_key: document(ROUTES, has_key) for has_key in (False, True)}
+MODEL = "org/made-up"
+DOCUMENTS = {has_key: document(ROUTES, MODEL, has_key) for has_key in (False, True)}
 
 
 def operations(described: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -137,3 +138,12 @@ def served(body: dict[str, Any]) -> bool:
     except (msgspec.ValidationError, ApiError, RequestRefused):
         return False
     return True
+
+
+@pytest.mark.parametrize("body", ["CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"])
+def test_the_served_model_is_the_only_one(body: str) -> None:
+    """As front.check_model has it."""
+    needed: dict[str, dict[str, Any]] = {"CompletionRequest": {"prompt": "x"}, "DetokenizeRequest": {"tokens": [1]}}
+    fields = needed.get(body, {"messages": [{"role": "user", "content": "x"}]})
+    for name, takes in ((MODEL, True), (None, True), ("other", False), ("", False)):
+        assert schema_of(body).is_valid({**fields, "model": name}) == takes
