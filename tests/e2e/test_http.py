@@ -85,11 +85,11 @@ def test_completions_are_those_of_the_zmq_client(engine: Engine, client: openai.
     """Of a text and of token ids, greedy and drawn, whole and streamed."""
     model = model_of(client)
     ids = httpx.post(f"{engine.url}/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    for sampling in (Sampling(max_tokens=10), Sampling(max_tokens=10, temperature=0.8, seed=7, top_p=0.9)):
+    for sampling in (Sampling(max_tokens=6), Sampling(max_tokens=6, temperature=0.8, seed=7, top_p=0.9)):
         expected = by_zmq(engine, prompt=PROMPT, sampling=sampling)
         asked: dict[str, Any] = {
             "model": model,
-            "max_tokens": 10,
+            "max_tokens": 6,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
             "top_p": sampling.top_p,
@@ -97,12 +97,12 @@ def test_completions_are_those_of_the_zmq_client(engine: Engine, client: openai.
         for prompt in (PROMPT, ids):
             whole = client.completions.create(prompt=prompt, **asked)
             assert whole.choices[0].text == expected and whole.choices[0].finish_reason == "length"
-            assert whole.usage and whole.usage.completion_tokens == 10 and whole.usage.prompt_tokens == len(ids)
+            assert whole.usage and whole.usage.completion_tokens == 6 and whole.usage.prompt_tokens == len(ids)
         asked["stream_options"] = {"include_usage": True}
         events = list(client.completions.create(prompt=PROMPT, stream=True, **asked))
         assert "".join(choice.text for event in events for choice in event.choices) == expected
         assert [choice.finish_reason for event in events for choice in event.choices][-1] == "length"
-        assert events[-1].choices == [] and events[-1].usage and events[-1].usage.completion_tokens == 10
+        assert events[-1].choices == [] and events[-1].usage and events[-1].usage.completion_tokens == 6
 
 
 def test_several_answers_and_what_vllms_users_send(engine: Engine, client: openai.OpenAI) -> None:
@@ -147,7 +147,7 @@ def connect(engine: Engine) -> socket.socket:
 ASKED: dict[str, dict[str, Any]] = {
     "before the first byte": {"prompt": PROMPT, "stream": True},
     "in the middle of a stream": {"prompt": PROMPT, "stream": True},
-    "in the middle of prefill": {"prompt": [7] * 2500, "max_tokens": 100},
+    "in the middle of prefill": {"prompt": [7] * 2500, "max_tokens": 60},
     "not streamed": {"prompt": PROMPT, "n": 2},
     "half closed": {"prompt": PROMPT, "stream": True},
     "does not read": {"prompt": PROMPT, "stream": True, "logprobs": 5},
@@ -168,7 +168,7 @@ def test_the_engine_stops_when_the_client_leaves(engine: Engine, how: str) -> No
             connection.shutdown(socket.SHUT_WR)
             wait(lambda: stats_of(engine).running == 0)
         if how == "does not read":
-            time.sleep(1.0)
+            time.sleep(0.5)
     wait(lambda: at_rest(engine))
     after = stats_of(engine)
     assert after.finished == before.finished and after.failed == before.failed
@@ -183,10 +183,10 @@ def test_who_reads_slowly_holds_nobody_up(engine: Engine, client: openai.OpenAI)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         slow.connect(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])))
         slow.sendall(request_of(engine, prompt=PROMPT, stream=True, max_tokens=ENDLESS, logprobs=5))
-        expected = by_zmq(engine, prompt="The", sampling=Sampling(max_tokens=16))
-        for _ in range(3):
+        expected = by_zmq(engine, prompt="The", sampling=Sampling(max_tokens=8))
+        for _ in range(2):
             assert slow.recv(1)
-            answer = client.completions.create(model=model, prompt="The", max_tokens=16, temperature=0)
+            answer = client.completions.create(model=model, prompt="The", max_tokens=8, temperature=0)
             assert answer.choices[0].text == expected
     client.close()
     wait(lambda: at_rest(engine))
@@ -216,7 +216,7 @@ def test_front_and_scheduler_die_and_come_back(tmp_path: Path) -> None:
         before = complete()
 
         async def session(zmq_client: Client) -> None:
-            answer = zmq_client.generate(prompt=PROMPT, sampling=Sampling(max_tokens=150, ignore_eos=True))
+            answer = zmq_client.generate(prompt=PROMPT, sampling=Sampling(max_tokens=60, ignore_eos=True))
             pieces = 0
             async for _ in answer:
                 pieces += 1
@@ -251,7 +251,7 @@ def test_front_and_scheduler_die_and_come_back(tmp_path: Path) -> None:
 def drained(engine: Engine, client: openai.OpenAI, model: str) -> None:
     """SIGTERM: what runs is finished, new requests are refused, both end well."""
     stream = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        model=model, prompt=PROMPT, max_tokens=80, stream=True, extra_body={"ignore_eos": True}
     )
     events = iter(stream)
     next(events)

@@ -101,15 +101,16 @@ def test_a_signal_ends_a_prompt_that_is_being_answered() -> None:
 
 
 def test_a_killed_launcher_leaves_nothing() -> None:
-    with running("--slots", "64") as engine:
+    with running("--slots", "64", "--http-port", "0") as engine:
         children = engine.children()
-        port = int(engine.endpoint.rsplit(":", 1)[1])
+        ports = [int(address.rsplit(":", 1)[1]) for address in (engine.endpoint, engine.url)]
         engine.stop(signal.SIGKILL)
         assert gone(children, 10.0)
         assert not segments_of(children)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+        for port in ports:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
 
 
 def test_prompt_answers_once() -> None:
