@@ -241,7 +241,7 @@ def test_a_client_that_reads_late_gets_everything(model: Path) -> None:
             late = Connection(rig.port, receive_nbytes=4096)
             await late.post(prompt=[5], max_tokens=1500, stream=True, logprobs=5, ignore_eos=True)
             got = await late.until(b"data: ")
-            await asyncio.sleep(0.5)
+            await rig.engine.settled()
             got += await late.until(b"[DONE]")
             late.close()
             told = [json.loads(part.partition(b"\n\n")[0]) for part in got.split(b"data: ")[1:-1]]
