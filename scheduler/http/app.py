@@ -17,6 +17,7 @@ from scheduler.http.answering import TooSlow
 from scheduler.http.errors import ApiError, api_error, draining, internal, invalid, malformed
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.reading import Body, ClientLeft, Room
+from scheduler.http.writing import patient
 
 BODIES_AT_A_TIME = 8
 """How many bodies of the largest size are held at a time."""
@@ -40,8 +41,12 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP request, from its headers to the last byte of its answer."""
+        request_id = f"req-{secrets.token_hex(12)}"
         try:
-            await self._answer(f"req-{secrets.token_hex(12)}", scope, receive, send)
+            await self._answer(request_id, scope, receive, patient(send))
+        except TooSlow as error:
+            log.warning("%s is given up: %s", request_id, error)
+            await _cut_off(scope, receive)
         except asyncio.CancelledError:
             if not self._front.draining:
                 raise
@@ -64,9 +69,6 @@ class App:
         try:
             call = Call(request_id, decoded, params, QueryParams(scope["query_string"]))
             await while_there(receive, self._serve(route, call, scope, receive, send))
-        except TooSlow as error:
-            log.warning("%s is given up: %s", request_id, error)
-            await _cut_off(scope, receive)
         finally:
             if route.serves:
                 self._front.done()

@@ -19,7 +19,7 @@ MAX_HEADERS_NBYTES = 64 * 2**10
 KEEP_ALIVE_S = 30
 """Seconds that a connection without a request is kept."""
 
-UNREAD_S = 60.0
+UNREAD_S = 30.0
 """Seconds after which a connection is ended if of the answer's last bytes fewer than UNREAD_NBYTES were read."""
 
 UNREAD_NBYTES = 64 * 2**10
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
             self._reading_since_s = None
             self._refuse("408 Request Timeout", "invalid_request_error", "headers_timeout", "no headers came in time")
         unread = self.transport.get_write_buffer_size()
-        streaming = self._answering and not self.transport.is_closing()
+        streaming = self._answering and self.cycle.response_started and not self.transport.is_closing()
         written = unread > self._unread_nbytes  # since the last look
         if streaming or written or not unread or unread <= self._unread_nbytes - UNREAD_NBYTES:
             self._unread_nbytes, self._unread_since_s = unread, now_s

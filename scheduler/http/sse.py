@@ -1,6 +1,5 @@
 """Answers that are sent while they are made: server-sent events, `data: JSON` and a blank line each."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
@@ -12,10 +11,6 @@ from starlette.types import Receive, Scope, Send
 from copyengine.wire.errors import SlotstreamError
 from scheduler.http.answering import TooSlow
 from scheduler.http.errors import ApiError, api_error, internal
-
-WRITE_S = 60.0
-"""Seconds after which an event that cannot be written ends its request: what was written before it, 64 KiB and what the
-system holds, was not read meanwhile."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -46,19 +41,19 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what `events` raises before the first event, and TooSlow."""
+        """Raises what `events` raises before the first event, and TooSlow, whether of `events` or of `send`."""
         async with contextlib.aclosing(self._events) as events:
             body = await anext(events)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await write(send, body)
+                await _write(send, body)
                 async for body in events:
-                    await write(send, body)
+                    await _write(send, body)
             except TooSlow:
                 raise
             except Exception as error:
-                await write(send, event(self._told(error).body))
-        await write(send, b"", more=False)
+                await _write(send, event(self._told(error).body))
+        await _write(send, b"", more=False)
 
     def _told(self, error: Exception) -> ApiError:
         match error:
@@ -72,10 +67,6 @@ class EventStream(Response):
         return internal(self._request_id)
 
 
-async def write(send: Send, body: bytes, more: bool = True) -> None:
-    """Send a part of a body. TooSlow after WRITE_S."""
-    try:
-        async with asyncio.timeout(WRITE_S):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-    except TimeoutError:
-        raise TooSlow(f"an event could not be written for {WRITE_S:g} s") from None
+async def _write(send: Send, body: bytes, more: bool = True) -> None:
+    """Send a part of a body."""
+    await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -11,7 +11,7 @@ import pytest
 
 from copyengine.wire.errors import PeerDied
 from scheduler.client import Client
-from scheduler.http import answering, sse
+from scheduler.http import answering, sse, writing
 from scheduler.http.answering import Answering, End, Piece, Prompt, TooSlow, merged
 from scheduler.protocol import Choice, Sampling, Timing, Usage
 from tests.scheduler.http.rig import Connection, HttpRig, serving
@@ -193,7 +193,7 @@ def test_a_client_that_does_not_read_is_given_up(
     model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch, reads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log-probabilities make much of little. What others ask meanwhile is answered."""
-    monkeypatch.setattr(sse, "WRITE_S", 0.5)
+    monkeypatch.setattr(writing, "WRITE_S", 0.5)
 
     async def main() -> None:
         async with serving(model, engine={"facts": {"kv_tokens": 200_000, "max_position": 200_000}}) as rig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.http import connection
+from scheduler.http import connection, writing
 from tests.scheduler.http.rig import Connection, serving
 from tests.scheduler.rig import on_loop
 
@@ -167,6 +167,32 @@ def test_an_answer_whose_end_is_not_read(model: Path, event_loop: str, monkeypat
                 await rig.at_rest()
                 await rig.gone()
                 slow.close()
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize("limit", ["UNREAD_S", "WRITE_S"])
+def test_who_does_not_read_holds_up_no_drain_with_a_further_request(
+    model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Whose answer cannot even begin, behind one that is not read. Each of the two limits is enough."""
+    monkeypatch.setattr(connection if limit == "UNREAD_S" else writing, limit, 0.5)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            slow = Connection(rig.port, receive_nbytes=4096)
+            await slow.post("/tokenize", prompt="ab " * LONG)
+            await slow.until(b"200 OK")
+            (served,) = rig.server.server_state.connections
+            await rig.at_rest()
+            assert isinstance(served, connection.Connection) and served.flow.write_paused
+            await slow.post(prompt=[5], max_tokens=3)
+            async with asyncio.timeout(10):
+                while not rig.front._running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                await rig.front.drain()
+            await rig.gone()
+            slow.close()
 
     on_loop(event_loop, main)
 
