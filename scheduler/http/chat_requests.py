@@ -101,10 +101,21 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
     json_schema: JsonSchemaFormat | None = None
 
 
+_CONTENT = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {"properties": {"role": {"const": "assistant"}}},
+            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+        ]
+    }
+)
+"""Only an assistant's turn may have none."""
+
+
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Null means the same as leaving a field out."""
 
-    messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
+    messages: Annotated[list[Annotated[ChatMessage, _CONTENT]], Meta(extra_json_schema={"minItems": 1})]
     max_completion_tokens: Annotated[
         MaxTokens | None, Meta(description="what the model's length leaves, if not given")
     ] = None

@@ -106,10 +106,20 @@ def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {media: {"schema": refs[route.reply]} for media in route.media}
     if route.event is None:
         return _response("The answer.", content)
-    name = refs[route.event]["$ref"].rpartition("/")[2]
-    told = f"Events of `data: {name}`, the last one `data: [DONE]`. One with `error`, an ErrorReply, ends it instead."
-    content[EVENTS] = {"schema": {"type": "string", "description": told}}
+    content[EVENTS] = {"schema": _events(refs[route.event], refs[ErrorReply])}
     return _response("The answer; with `stream` as events.", content)
+
+
+def _events(event: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    """Each event, as later versions of OpenAPI have it: 3.1 knows no streams."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [event, error]}}
+    told = "One event of the stream. The last one is [DONE]; after one with an error comes none."
+    return {
+        "type": "object",
+        "description": told,
+        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
 
 
 def _errors(route: Route, has_key: bool) -> list[int]:

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from copyengine.wire.lifecycle import Listening, announce
 from copyengine.wire.process import Orders, run_process
+from tests.scheduler.rig import restricted
 from worker.compute import ComputeThread
 from worker.protocol import (
     ExpertStats,
@@ -51,12 +52,12 @@ class InstantEngine:
         )  # fmt: skip
 
     def run(self, step: RunStep) -> StepDone:
-        """The token after each sequence's last one."""
+        """The token after each sequence's last one, or the last that a grammar allows."""
         if self._step_s:
             time.sleep(self._step_s)
         last = self.facts.vocab_size - 1
         tokens = [FIRST_TOKEN if s.tokens[-1] >= last else s.tokens[-1] + 1 for s in step.sequences]
-        return StepDone(tokens, TRAFFIC)
+        return StepDone([restricted(token, s) for token, s in zip(tokens, step.sequences, strict=True)], TRAFFIC)
 
     def stats(self) -> dict[Mode, ExpertStats]:
         """Nothing is counted."""

@@ -9,6 +9,9 @@ import msgspec
 import pytest
 
 from copyengine.wire.errors import RequestRefused
+from scheduler.chat_template import ChatTemplate
+from scheduler.http.chat_prompt import chat_prompt
+from scheduler.http.chat_requests import ChatRequest
 from scheduler.http.completions import CompletionRequest, _check, _parts
 from scheduler.http.default_sampling import DefaultSampling
 from scheduler.http.errors import ApiError
@@ -147,3 +150,26 @@ def test_the_served_model_is_the_only_one(body: str) -> None:
     fields = needed.get(body, {"messages": [{"role": "user", "content": "x"}]})
     for name, takes in ((MODEL, True), (None, True), ("other", False), ("", False)):
         assert schema_of(body).is_valid({**fields, "model": name}) == takes
+
+
+@pytest.mark.parametrize(
+    ("messages", "takes"),
+    [
+        ([], False),
+        ([{"role": "user"}], False),
+        ([{"role": "tool", "content": None}], False),
+        ([{"role": "user", "content": "x"}, {"role": "assistant"}], True),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], True),
+        ([{"role": "cat", "content": "x"}], False),
+    ],
+)
+def test_messages_that_are_described_are_served(messages: list[dict[str, Any]], takes: bool) -> None:
+    """By the document and by what reads chats."""
+    assert schema_of("ChatRequest").is_valid({"messages": messages}) == takes
+    try:
+        request = msgspec.convert({"messages": messages}, ChatRequest)
+        chat_prompt(request, [], ChatTemplate("{{ messages | length }}", {}, "x"))
+    except (msgspec.ValidationError, ApiError):
+        assert not takes
+    else:
+        assert takes
