@@ -13,6 +13,7 @@ from scheduler.http.reasoning import ReasoningSplitter
 from scheduler.http.tool_calls import ToolCallParser, call_form
 from scheduler.http.tool_calls_json import JsonToolCalls
 from scheduler.http.tool_calls_xml import XmlToolCalls
+from scheduler.http.tool_schema import ToolSchema
 
 
 class ChatPlan:
@@ -22,6 +23,8 @@ class ChatPlan:
         """`added_tokens`: see TextCodec."""
         self._tools = offered(request)
         self._calls = wanted_calls(request, self._tools, template)
+        tools = [tool.function for tool in self._tools] if self._calls and self._calls.form == "xml" else []
+        self._arguments = {tool.name: ToolSchema(tool.parameters).arguments() for tool in tools}
         self._thinks = THINK_END in template.source
         self._prompt = chat_prompt(request, self._tools, template)
         schema = answer_schema(request.response_format)
@@ -44,7 +47,7 @@ class ChatPlan:
             return None
         if self._calls.form == "json":
             return JsonToolCalls()
-        return XmlToolCalls({tool.function.name: tool.function.parameters or {} for tool in self._tools})
+        return XmlToolCalls(self._arguments)
 
 
 def offered(request: ChatRequest) -> Sequence[Tool]:

@@ -8,6 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler.http.errors import invalid
+from scheduler.validate import MAX_GRAMMAR_CHARS
+
 BLANKS = "[ \\n\\t]{1,16}"
 """What may stand between the parts of a JSON text: unbounded, a model may go on with blanks for ever."""
 
@@ -15,12 +18,14 @@ ANY_TEXT = "(?s:.*)"
 
 
 class Grammar:
-    """Rules so far. Each method that makes one returns its name."""
+    """Rules so far. Each method that makes one returns its name. ApiError once they are more than the engine takes:
+    many parts may all refer to a large one."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """`tokens`: the added tokens that answers may hold, by their text."""
         self._tokens = tokens
         self._rules: list[str] = []
+        self._count = 0  # characters of all rules
 
     def source(self, start: str) -> str:
         """The whole grammar, which begins with `start`: an expression over rules."""
@@ -59,6 +64,10 @@ class Grammar:
 
     def _add(self, kind: str, body: str, options: str = "") -> str:
         name = f"{kind}{len(self._rules)}"
+        self._count += len(body)
+        if self._count > MAX_GRAMMAR_CHARS:
+            text = f"tools and response_format make a grammar of more than {MAX_GRAMMAR_CHARS} characters: shorten them"
+            raise invalid(text, code="invalid_grammar")
         self._rules.append(f"{name}{options}: {body}")
         return name
 

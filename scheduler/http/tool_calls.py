@@ -4,17 +4,13 @@ The Qwen families write a call in one of two ways, between `<tool_call>` and `</
 (tool_calls_json.py) or as XML (tool_calls_xml.py). Which one a model was taught stands in its chat template.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
 from scheduler.http.markers import CALL, CALL_END, FUNCTION, begins, unfinished
 
 CallForm = Literal["json", "xml"]
-
-Tools = Mapping[str, Any]
-"""The JSON schema of each tool's parameters, by its name."""
 
 
 class Content(Struct, frozen=True):

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from scheduler.http.markers import (
     CALL_END,
@@ -14,9 +13,9 @@ from scheduler.http.markers import (
     begins,
     unfinished,
 )
-from scheduler.http.tool_calls import ToolCallParser, Tools
+from scheduler.http.tool_calls import ToolCallParser
 from scheduler.http.tool_calls_json import NO_JSON, json_value
-from scheduler.http.tool_schema import ANY, TEXT, admits, stated_values, types
+from scheduler.http.tool_schema import STRING, TEXT, Argument, admits
 
 NAME_CHARS = 256
 """Of the longest name of a function or parameter."""
@@ -34,14 +33,14 @@ class XmlToolCalls(ToolCallParser):
     and one before its end are layout. A value ends at the `</parameter>` that something of a call follows.
     """
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Mapping[str, Mapping[str, Argument]]) -> None:
+        """`tools`: the arguments of each, by its name; see ToolSchema."""
         super().__init__()
         self._tools = tools
-        self._schema: Any = {}
+        self._function = ""
         self._parameters = 0
         self._key = ""
-        self._allowed = TEXT
-        self._words: list[Any] = []
+        self._argument = STRING
         self._value_begun = False
         self._searched = 0  # where in what is held the value's end may be
 
@@ -53,7 +52,7 @@ class XmlToolCalls(ToolCallParser):
             return self._no_call()
         self._begin(name)
         self._argue("{")
-        self._schema = self._tools.get(name, {})
+        self._function = name
         self._parameters = 0
         self._step = self._parameter
         return True
@@ -75,7 +74,7 @@ class XmlToolCalls(ToolCallParser):
             return True
         self._key = f"{', ' if self._parameters else ''}{json.dumps(name, ensure_ascii=False)}: "
         self._parameters += 1
-        self._allowed, self._words = _allowed(self._schema, name)
+        self._argument = self._tools.get(self._function, {}).get(name, STRING)
         self._step = self._before_value
         return True
 
@@ -104,7 +103,7 @@ class XmlToolCalls(ToolCallParser):
 
     def _value(self) -> bool:
         end, after = self._value_end()
-        if self._allowed == TEXT:
+        if self._argument.types == TEXT:
             self._say_string(end)
             self._searched = max(0, self._searched - end)
             end = 0
@@ -112,10 +111,10 @@ class XmlToolCalls(ToolCallParser):
             if self._ended:  # in the middle of a value that is no string
                 self._argue(self._key * bool(self._held) + self._take(len(self._held)))
             return False
-        if self._allowed == TEXT:
+        if self._argument.types == TEXT:
             self._argue('"')
         else:
-            self._argue(self._key + _json(self._take(end), self._allowed, self._words))
+            self._argue(self._key + _json(self._take(end), self._argument))
         self._take(after)
         self._step = self._parameter
         return True
@@ -151,24 +150,15 @@ def _after_blanks(text: str, start: int) -> int:
     return found.end()
 
 
-def _allowed(schema: Any, name: str) -> tuple[frozenset[str], list[Any]]:
-    """The types of a parameter, and the values that it is limited to, if it is."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping) or name not in properties:
-        return TEXT, []
-    allowed = types(properties[name], schema)
-    return TEXT if allowed == ANY else allowed, stated_values(properties[name], schema)
-
-
-def _json(text: str, allowed: frozenset[str], stated: list[Any]) -> str:
-    """A value as JSON text: as written if that is JSON of an allowed type and none of `stated`, else a string."""
+def _json(text: str, argument: Argument) -> str:
+    """A value as JSON text: as written if that is JSON of an allowed type and none of its words, else a string."""
     written = text.strip()
     written = _PYTHON.get(written, written)
     value = json_value(written)
-    if text in stated:
+    if text in argument.words:
         return json.dumps(text, ensure_ascii=False)
-    if value is not NO_JSON and not isinstance(value, str) and admits(allowed, value):
+    if value is not NO_JSON and not isinstance(value, str) and admits(argument.types, value):
         return written
-    if isinstance(value, str) and "string" not in allowed:
+    if isinstance(value, str) and "string" not in argument.types:
         return written
     return json.dumps(text, ensure_ascii=False)

@@ -9,7 +9,7 @@ from scheduler.http.errors import invalid
 from scheduler.http.lark import Grammar, literal, one_of
 from scheduler.http.markers import CALL, CALL_END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from scheduler.http.tool_calls import CallForm
-from scheduler.http.tool_schema import TEXT, resolved, stated_values, types
+from scheduler.http.tool_schema import TEXT, ToolSchema
 
 ABOUT = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 """What a schema may say besides, which binds nothing."""
@@ -31,12 +31,13 @@ def call_end(grammar: Grammar, tool: Tool, form: CallForm, binding: Binding, whe
     Only where calls are XML does "loose" leave some of a schema to the model: arguments as JSON are bound in full.
     ApiError, naming the part of `where`, for what the form has no grammar for.
     """
-    name, schema = tool.function.name, {"type": "object", **(tool.function.parameters or {})}
-    if "object" not in types(schema, schema):
+    name, root = tool.function.name, {"type": "object", **(tool.function.parameters or {})}
+    schema = ToolSchema(root)
+    if "object" not in schema.types(root):
         raise invalid(f"{where}.function.parameters is no schema of an object", "tools")
     end = grammar.marker(CALL_END)
     if form == "json":
-        arguments = grammar.json({"type": "object"} if binding == "free" else schema)
+        arguments = grammar.json({"type": "object"} if binding == "free" else root)
         opening = literal(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
         closing = literal("}\n")
         return grammar.rule(f"{opening} {arguments} {closing} {end}")
@@ -64,15 +65,15 @@ def _any_parameters(grammar: Grammar) -> str:
 class _XmlParameters:
     """Parameters in the order of the schema; values are text, but for those that are no strings."""
 
-    def __init__(self, grammar: Grammar, schema: Mapping[str, Any], exact: bool, where: str) -> None:
+    def __init__(self, grammar: Grammar, schema: ToolSchema, exact: bool, where: str) -> None:
         self._grammar = grammar
-        self._root = schema
+        self._schema = schema
         self._exact = exact
         self._where = where
 
     def rules(self) -> list[str]:
         """An expression for each."""
-        schema = _mapping(resolved(self._root, self._root), self._where)
+        schema = _mapping(self._schema.resolved(self._schema.root), self._where)
         self._only(schema, _OBJECT, self._where)
         properties = dict(_mapping(schema.get("properties", {}), f"{self._where}.properties"))
         required = schema.get("required", [])
@@ -91,14 +92,15 @@ class _XmlParameters:
 
     def _value(self, schema: Any, where: str) -> str:
         end = literal(_VALUE_END)
-        target = {} if schema is True else _mapping(resolved(schema, self._root), where)
-        allowed = types(schema, self._root)
+        target = {} if schema is True else _mapping(self._schema.resolved(schema), where)
+        allowed = self._schema.types(schema)
         if "string" not in allowed:
-            definitions = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
+            root = self._schema.root
+            definitions = {key: root[key] for key in _DEFINITIONS if key in root}
             return f"{self._grammar.json({**target, **definitions})} {end}"
         if "enum" in target and not isinstance(target["enum"], list):
             raise invalid(f"{where}.enum is no list", "tools")
-        if stated := stated_values(target, self._root):
+        if stated := self._schema.stated_values(target):
             values = [value if isinstance(value, str) else json.dumps(value) for value in stated]
             return f"{one_of(*map(literal, values))} {end}"
         text = allowed == TEXT

@@ -1,7 +1,9 @@
-"""What a tool's JSON schema says of an argument's type. Pure."""
+"""What a tool's JSON schema says of its arguments' types. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
+
+from msgspec import Struct
 
 DEPTH = 16
 """References and alternatives that are followed."""
@@ -10,49 +12,99 @@ TEXT = frozenset({"string"})
 ANY = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 
 
-def resolved(schema: Any, root: Any) -> Any:
-    """The schema that `schema` refers to within `root`, if it does, or itself; {} if that is not there."""
-    for _ in range(DEPTH):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            return schema
-        schema = _at(root, schema["$ref"])
-    return {}
+class Argument(Struct, frozen=True):
+    """What an argument may be: the names of the types of its values, and the strings that it is limited to, if any."""
+
+    types: frozenset[str]
+    words: frozenset[str] = frozenset()
 
 
-def types(schema: Any, root: Any, depth: int = DEPTH) -> frozenset[str]:
-    """The names of the types that values of `schema`, a part of `root`, may have; ANY if it does not say."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth == 0:
-        return ANY
-    stated = schema.get("type")
-    if isinstance(stated, str):
-        return frozenset({stated}) & ANY or ANY
-    if isinstance(stated, list):
-        return frozenset(name for name in stated if isinstance(name, str)) & ANY or ANY
-    if "const" in schema:
-        return frozenset({type_name(schema["const"])})
-    if isinstance(schema.get("enum"), list) and schema["enum"]:
-        return frozenset(map(type_name, schema["enum"]))
-    return _combined(schema, root, depth)
+STRING = Argument(TEXT)
 
 
-def stated_values(schema: Any, root: Any) -> list[Any]:
-    """The values that `schema`, a part of `root`, lists as the only ones; none if it lists none."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return []
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else []
+class ToolSchema:
+    """The schema `root`, and what its parts say. Not to be changed meanwhile.
 
+    Each part is looked at once, however often it is referred to, so that all questions together take as long as the
+    schema is large. What cannot be known says nothing: a part within itself, or behind DEPTH others.
+    """
 
-def _combined(schema: Mapping[str, Any], root: Any, depth: int) -> frozenset[str]:
-    allowed = ANY
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            allowed &= frozenset().union(*(types(part, root, depth - 1) for part in schema[key]))
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        allowed &= types(part, root, depth - 1)
-    return allowed or ANY
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._types: dict[int, frozenset[str]] = {}  # these by the part's id
+        self._targets: dict[int, Any] = {}
+        self._stated_words: dict[int, frozenset[str]] = {}
+
+    def resolved(self, part: Any) -> Any:
+        """The part that `part` refers to, if it does, or itself; {} if that is not there."""
+        for _ in range(DEPTH):
+            if not _refers(part):
+                return part
+            part = self._target(part)
+        return {}
+
+    def types(self, part: Any, depth: int = DEPTH) -> frozenset[str]:
+        """The names of the types that values of `part` may have; ANY if it does not say."""
+        if not isinstance(part, Mapping) or depth == 0:
+            return ANY
+        if id(part) not in self._types:
+            self._types[id(part)] = ANY  # while it is being looked at
+            self._types[id(part)] = self._stated(part, depth)
+        return self._types[id(part)]
+
+    def stated_values(self, part: Any) -> list[Any]:
+        """The values that `part` lists as the only ones; none if it lists none."""
+        part = self.resolved(part)
+        if not isinstance(part, Mapping):
+            return []
+        values = [part["const"]] if "const" in part else part.get("enum")
+        return values if isinstance(values, list) else []
+
+    def arguments(self) -> dict[str, Argument]:
+        """Those that the schema has properties for, by name. One of which it does not say what it is, is a string."""
+        properties = self.root.get("properties") if isinstance(self.root, Mapping) else None
+        if not isinstance(properties, Mapping):
+            return {}
+        return {name: self._argument(part) for name, part in properties.items()}
+
+    def _argument(self, part: Any) -> Argument:
+        allowed = self.types(part)
+        return STRING if allowed == ANY else Argument(allowed, self._words(self.resolved(part)))
+
+    def _words(self, part: Any) -> frozenset[str]:
+        if id(part) not in self._stated_words:
+            words = frozenset(value for value in self.stated_values(part) if isinstance(value, str))
+            self._stated_words[id(part)] = words
+        return self._stated_words[id(part)]
+
+    def _stated(self, part: Mapping[str, Any], depth: int) -> frozenset[str]:
+        if _refers(part):
+            return self.types(self._target(part), depth - 1)
+        stated = part.get("type")
+        if isinstance(stated, str):
+            return frozenset({stated}) & ANY or ANY
+        if isinstance(stated, list):
+            return frozenset(name for name in stated if isinstance(name, str)) & ANY or ANY
+        if "const" in part:
+            return frozenset({type_name(part["const"])})
+        if isinstance(part.get("enum"), list) and part["enum"]:
+            return frozenset(map(type_name, part["enum"]))
+        return self._combined(part, depth)
+
+    def _combined(self, part: Mapping[str, Any], depth: int) -> frozenset[str]:
+        allowed = ANY
+        for key in ("anyOf", "oneOf"):
+            if isinstance(part.get(key), list):
+                allowed &= frozenset().union(*(self.types(inner, depth - 1) for inner in part[key]))
+        for inner in part["allOf"] if isinstance(part.get("allOf"), list) else ():
+            allowed &= self.types(inner, depth - 1)
+        return allowed or ANY
+
+    def _target(self, part: Mapping[str, Any]) -> Any:
+        """What a reference like "#/$defs/name" points to; {} if to nothing."""
+        if id(part) not in self._targets:
+            self._targets[id(part)] = _at(self.root, part["$ref"])
+        return self._targets[id(part)]
 
 
 def type_name(value: Any) -> str:
@@ -79,6 +131,10 @@ def admits(allowed: frozenset[str], value: Any) -> bool:
     if name == "integer" or (isinstance(value, float) and value.is_integer()):
         return bool(allowed & {"integer", "number"})
     return name in allowed
+
+
+def _refers(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("$ref"), str)
 
 
 def _at(root: Any, reference: str) -> Any:

@@ -19,6 +19,7 @@ from scheduler.http.reasoning import ReasoningSplitter
 from scheduler.http.tool_calls import CallForm, whole_calls
 from scheduler.http.tool_calls_json import JsonToolCalls
 from scheduler.http.tool_calls_xml import XmlToolCalls
+from scheduler.http.tool_schema import ToolSchema
 from scheduler.tokenize import MARKERS
 from tests.scheduler.rig import CORPUS, EOS_TEXT, train_tokenizer
 
@@ -258,6 +259,17 @@ def test_text_that_cannot_be_bound_is_free_where_a_tool_is_not_strict(text: Text
     assert text.matches(grammar, xml_call("f", a="abc")) and not text.matches(grammar, xml_call("f", a="abcd"))
 
 
+def test_a_grammar_does_not_outgrow_what_the_engine_takes() -> None:
+    """Many parameters beside a large definition, which each one's JSON may refer to: 100 MB, were it made."""
+    schema = {
+        "properties": {f"p{i}": {"$ref": "#/$defs/large"} for i in range(1000)},
+        "$defs": {"large": {"type": "array", "items": {"enum": ["x" * 100] * 1000}}},
+    }
+    with pytest.raises(ApiError, match="a grammar of more than") as refused:
+        answer_grammar(None, Calls([tool("f", schema)], "xml", True, True), "never", {})
+    assert refused.value.body.error.code == "invalid_grammar"
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_drawn_is_read_as_calls_whose_arguments_validate(text: Text, form: CallForm) -> None:
     """Round trip over answers by chance; where chance finds the markers, with thinking and text before the calls."""
@@ -272,7 +284,7 @@ def test_what_is_drawn_is_read_as_calls_whose_arguments_validate(text: Text, for
             continue
         splitter = ReasoningSplitter(thinking == "opened")
         said = splitter.push(answer).content + splitter.flush().content
-        reader = JsonToolCalls() if form == "json" else XmlToolCalls({"f": XML_SCHEMA})
+        reader = JsonToolCalls() if form == "json" else XmlToolCalls({"f": ToolSchema(XML_SCHEMA).arguments()})
         content, calls = whole_calls(reader.push(said) + reader.flush())
         assert (not content and calls) or not must, answer
         assert "<tool_call>" not in content

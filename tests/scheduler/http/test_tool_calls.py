@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler.http.tool_calls import CallArguments, CallBegan, Content, ToolCallParser, call_form, whole_calls
 from scheduler.http.tool_calls_json import JsonToolCalls
 from scheduler.http.tool_calls_xml import XmlToolCalls
+from scheduler.http.tool_schema import ToolSchema
 from tests.scheduler.chat_templates import JSON_CALLS, XML_CALLS
 from tests.scheduler.http.cuts import cut, cuts, texts_of
 
@@ -28,11 +29,11 @@ SCHEMA: dict[str, Any] = {
     },
     "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}}},
 }
-TOOLS = {"f": SCHEMA, "g": {}}
+ARGUMENTS = {"f": ToolSchema(SCHEMA).arguments(), "g": {}}
 
 
 def parser(form: str) -> ToolCallParser:
-    return JsonToolCalls() if form == "json" else XmlToolCalls(TOOLS)
+    return JsonToolCalls() if form == "json" else XmlToolCalls(ARGUMENTS)
 
 
 def parse(form: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
@@ -201,7 +202,7 @@ def test_what_is_written_as_xml_is_read(calls: list[tuple[str, dict[str, Any]]],
         xml(name, **{k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()})
         for name, arguments in calls
     ]
-    reader = XmlToolCalls(tools)
+    reader = XmlToolCalls({name: ToolSchema(schema).arguments() for name, schema in tools.items()})
     events = [event for piece in cut("\n".join(written), places) for event in reader.push(piece)] + reader.flush()
     content, found = whole_calls(events)
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in found] == calls
@@ -213,7 +214,7 @@ def test_a_call_is_sent_while_it_arrives() -> None:
     assert reader.push('Look:\n<tool_call>\n{"name": "f", "arguments": ') == [Content("Look:")]
     assert reader.push('{"a": "x') == [CallBegan(0, "f"), CallArguments(0, '{"a": "x')]
     assert reader.push('y"}') == [CallArguments(0, 'y"}')]
-    xml_reader = XmlToolCalls(TOOLS)
+    xml_reader = XmlToolCalls(ARGUMENTS)
     assert xml_reader.push("<tool_call>\n<function=f>\n<parameter=te") == [CallBegan(0, "f"), CallArguments(0, "{")]
     assert xml_reader.push('xt>\nab"') == [CallArguments(0, '"text": "ab\\"')]
     assert xml_reader.push("\n</para") == []

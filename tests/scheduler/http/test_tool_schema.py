@@ -5,7 +5,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from scheduler.http.tool_schema import ANY, admits, types
+from scheduler.http.tool_schema import ANY, STRING, Argument, ToolSchema, admits
 
 ROOT = {
     "$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}},
@@ -43,7 +43,64 @@ ROOT = {
     ],
 )
 def test_the_types_of_a_schema(schema: Any, names: set[str]) -> None:
-    assert types(schema, ROOT) == names
+    assert ToolSchema(ROOT).types(schema) == names
+
+
+class Looks(dict[str, Any]):
+    """An object that counts how often one of them is looked at."""
+
+    count = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Looks.count += key == "$ref"
+        return super().get(key, default)
+
+
+def counted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Looks({key: counted(inner) for key, inner in value.items()})
+    return [counted(inner) for inner in value] if isinstance(value, list) else value
+
+
+def to(*names: str) -> dict[str, Any]:
+    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+
+
+@pytest.mark.parametrize(
+    "definitions",
+    [
+        {"a": to("a", "a", "a", "a")},
+        {"a": to("b", "c"), "b": to("a", "b", "c"), "c": {"allOf": [to("a", "b")], "oneOf": [to("c", "c")]}},
+        {"a": to("b0", "b0"), **{f"b{i}": to(f"b{i + 1}", f"b{i + 1}") for i in range(30)}, "b30": {"type": "null"}},
+    ],
+)
+def test_parts_that_refer_to_each_other_are_looked_at_once(definitions: dict[str, Any]) -> None:
+    """Against the number of parts, each of which is asked a few times whether it refers; else it doubles each time."""
+    root = counted({"properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(50)}, "$defs": definitions})
+    Looks.count = 0
+    assert set(ToolSchema(root).arguments()) == set(root["properties"])
+    assert 50 < Looks.count < 1000
+
+
+def test_what_stands_in_itself_is_anything_and_its_neighbours_are_not() -> None:
+    loop = to("loop", "n")
+    root = {"$defs": {"loop": loop, "n": {"type": "integer"}}, "properties": {"a": to("loop"), "b": to("n")}}
+    schema = ToolSchema(root)
+    assert schema.arguments() == {"a": STRING, "b": Argument(frozenset({"integer"}))}
+    assert schema.types(root["properties"]["a"]) == ANY
+
+
+def test_arguments_and_their_words() -> None:
+    word = {"enum": ["5", 7, "null", None]}
+    root = {"properties": {"a": {"$ref": "#/$defs/w"}, "b": {}, "c": {"const": "x"}}, "$defs": {"w": word}}
+    assert ToolSchema(root).arguments() == {
+        "a": Argument(frozenset({"string", "integer", "null"}), frozenset({"5", "null"})),
+        "b": STRING,
+        "c": Argument(frozenset({"string"}), frozenset({"x"})),
+    }
+    nothings: list[Any] = [None, True, 5, [], {}, {"properties": 5}]
+    for nothing in nothings:
+        assert ToolSchema(nothing).arguments() == {}
 
 
 @pytest.mark.parametrize("name", sorted(ANY))
