@@ -50,7 +50,7 @@ def check_generate(generate: Generate, has_text: bool, vocab_size: int) -> None:
         raise RequestRefused(
             "no_tokenizer", f"{texts[0]} needs a tokenizer, and this model's directory has no tokenizer.json"
         )
-    _check_sampling(sampling, vocab_size)
+    check_sampling(sampling, vocab_size)
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max_model_len: int) -> int:
@@ -72,7 +72,8 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, sampling: Sampling, max
     return min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted
 
 
-def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """That part of check_generate that needs neither prompt nor tokenizer."""
     for name, (least, most, words) in RANGES.items():
         value = getattr(sampling, name)
         if value is not None and not least <= value <= most:  # so is NaN, which compares with nothing

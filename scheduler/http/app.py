@@ -17,6 +17,8 @@ from scheduler.http.answering import TooSlow
 from scheduler.http.errors import ApiError, api_error, draining, internal, invalid, malformed
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.reading import Body, ClientLeft, Room
+from scheduler.http.sse import EventStream
+from scheduler.http.wording import Wording
 from scheduler.http.writing import patient
 
 BODIES_AT_A_TIME = 8
@@ -86,12 +88,14 @@ class App:
         """Send the endpoint's response, or the error that it, or the response before its first byte, ends with."""
         try:
             response = await route.endpoint(self._front, call)
+            if isinstance(response, EventStream):
+                response.wording = self._wording(call)
             response.headers["x-request-id"] = call.request_id
             return await response(scope, receive, send)
         except ApiError as error:
             response = error.response()
         except SlotstreamError as error:
-            response = api_error(error, call.request_id).response()
+            response = api_error(error, call.request_id, self._wording(call)).response()
             log.info("%s %s: %s", call.request_id, response.status_code, error)
         except TooSlow:
             raise
@@ -100,6 +104,9 @@ class App:
             response = internal(call.request_id).response()
         response.headers["x-request-id"] = call.request_id
         await response(scope, receive, send)
+
+    def _wording(self, call: Call[Any]) -> Wording:
+        return Wording(call.body, self._front.engine.known_max_model_len)
 
     def _decode(self, route: Route, body: bytes) -> Any:
         decoder = self._decoders.get(id(route))

@@ -16,14 +16,18 @@ FRESH_S = 1.0
 
 
 class EngineState:
-    """Asks `health`, which is the client's, and remembers a good answer for FRESH_S."""
+    """Asks `health`, which is the client's, and remembers a good answer for FRESH_S.
+
+    `known_max_model_len` and `known_vocab_size` are what it last said of these; 0 until it does.
+    """
 
     def __init__(self, health: Callable[[float], Awaitable[HealthReply]], now_s: Callable[[], float] = time.monotonic):
         self._health = health
         self._now_s = now_s
         self._fresh: HealthReply | None = None
         self._asked_s = 0.0
-        self._max_model_len = 0
+        self.known_max_model_len = 0
+        self.known_vocab_size = 0
 
     async def ask(self) -> HealthReply:
         """As it is now. PeerError if nothing is heard within HEALTH_S."""
@@ -33,7 +37,8 @@ class EngineState:
                 reply = await self._health(HEALTH_S)
         except TimeoutError:
             raise PeerTimeout(f"the engine does not answer within {HEALTH_S:g} s") from None
-        self._max_model_len = reply.max_model_len or self._max_model_len
+        self.known_max_model_len = reply.max_model_len or self.known_max_model_len
+        self.known_vocab_size = reply.vocab_size or self.known_vocab_size
         self._fresh, self._asked_s = reply if reply.ready else None, asked_s
         return reply
 
@@ -51,9 +56,9 @@ class EngineState:
 
     async def max_model_len(self) -> int:
         """Tokens of prompt and answer that one request may have; 0 if that was never said: the model still loads."""
-        if not self._max_model_len:
+        if not self.known_max_model_len:
             try:
                 await self.ask()
             except PeerError:
                 return 0
-        return self._max_model_len
+        return self.known_max_model_len

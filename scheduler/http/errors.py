@@ -8,7 +8,8 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from copyengine.wire.errors import PeerError, PeerTimeout, RequestRefused, SlotstreamError
-from scheduler.protocol import HealthReply, Sampling
+from scheduler.http.wording import Wording
+from scheduler.protocol import HealthReply
 
 Kind = Literal[
     "invalid_request_error",
@@ -25,8 +26,8 @@ RETRY_START_S = 5
 """Retry-After, in seconds: of a queue that is full, of an engine that loads or restarts."""
 
 
-MAX_NAME_CHARS = 200
-"""Of a name that a client made up, when it is sent back."""
+MAX_MESSAGE_CHARS, MAX_NAME_CHARS = 2000, 200
+"""Of a message and a field's name: clients' own words are sent back in both."""
 
 
 class ErrorBody(Struct, frozen=True):
@@ -57,9 +58,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        message = _cut(message, MAX_MESSAGE_CHARS)
         super().__init__(f"{status} {code}: {message}")
         self.status = status
-        self.body = ErrorReply(ErrorBody(message, kind, param, code))
+        self.body = ErrorReply(ErrorBody(message, kind, param and _cut(param, MAX_NAME_CHARS), code))
         self.headers: dict[str, str] = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
 
     def encode(self) -> bytes:
@@ -69,6 +71,10 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The answer of a request that has had none yet."""
         return Response(self.encode(), self.status, self.headers, "application/json")
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if len(text) <= chars else text[: chars - 3] + "..."
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -129,13 +135,13 @@ def malformed(error: msgspec.DecodeError) -> ApiError:
         return invalid(f"the body is not valid JSON: {error}", code="malformed_json")
     text = str(error).replace("`", "'")
     reason, _, place = text.rpartition(" - at '") if " - at '" in text else (text, "", "")
-    field = place.partition("$")[2].strip("'").removeprefix(".")[:MAX_NAME_CHARS]
+    field = place.partition("$")[2].strip("'").removeprefix(".")
     if place.startswith("key'"):
         reason = f"a key: {reason}"
     named = re.search(r"(unknown|missing required) field '(.*)'", reason, re.DOTALL)
     if named is None:
         return invalid(f"{field}: {reason}" if field else reason, field or None)
-    param = ".".join(filter(None, (field, named[2])))[:MAX_NAME_CHARS]
+    param = _cut(".".join(filter(None, (field, named[2]))), MAX_NAME_CHARS)
     if named[1] == "unknown":
         return invalid(f"{param} is not supported: no such field is known", param, "unsupported_parameter")
     return invalid(f"{param} is required", param, "missing_required_parameter")
@@ -150,14 +156,14 @@ def without_paths(text: str) -> str:
     return _PATHS.sub("(a file)", text)
 
 
-def api_error(error: SlotstreamError, request_id: str) -> ApiError:
-    """What the client is told of an error of the engine's.
+def api_error(error: SlotstreamError, request_id: str, wording: Wording | None = None) -> ApiError:
+    """What the client is told of an error of the engine's, in the `wording` of its request.
 
     Of what is the client's own doing it learns the words; of what is not, which may name files of this machine, only
     the kind. Those words are the log's.
     """
     if isinstance(error, RequestRefused):
-        return _refused(error, request_id)
+        return _refused(error, request_id, wording or Wording())
     if isinstance(error, PeerTimeout):
         return _unavailable("engine_silent", "the engine did not answer in time")
     if isinstance(error, PeerError):
@@ -165,15 +171,14 @@ def api_error(error: SlotstreamError, request_id: str) -> ApiError:
     return internal(request_id)
 
 
-def _refused(error: RequestRefused, request_id: str) -> ApiError:
+def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiError:
     match error.code:
         case "invalid_grammar":  # quotes the client's own regular expressions, which may look like paths
-            return invalid(error.detail, code=error.code)
+            return invalid(*wording.grammar(error.detail), error.code)
         case "invalid_request" | "no_tokenizer" | "no_chat_template" | "encode_timeout":
-            detail = re.sub(r"^token_ids\b", "prompt", error.detail)  # as who sent it calls it
-            return invalid(without_paths(detail), _field(detail), error.code)
+            return invalid(*wording.told(without_paths(error.detail)), error.code)
         case "context_length_exceeded":
-            return invalid(without_paths(error.detail), code=error.code)
+            return invalid(*wording.too_long(without_paths(error.detail)), error.code)
         case "queue_full":
             message = without_paths(error.detail)
             return ApiError(429, "rate_limit_error", message, code=error.code, retry_after_s=RETRY_QUEUE_S)
@@ -188,15 +193,9 @@ def _refused(error: RequestRefused, request_id: str) -> ApiError:
             return ApiError(500, "server_error", message, code=error.code)
         case "grammar_failed":
             message = "the answer got where its grammar allows nothing more, or is too much work to follow"
-            return ApiError(500, "server_error", message, code=error.code)
+            return invalid(*wording.grammar(message), "invalid_grammar")
     return internal(request_id)
 
 
 def _unavailable(code: str, message: str) -> ApiError:
     return ApiError(503, "service_unavailable", message, code=code, retry_after_s=RETRY_START_S)
-
-
-def _field(detail: str) -> str | None:
-    """The field that the engine complains of: it names it first."""
-    name = re.match(r"\w*", detail)
-    return name[0] if name and name[0] in ("prompt", *Sampling.__struct_fields__) else None

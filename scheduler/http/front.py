@@ -20,6 +20,7 @@ from scheduler.http.errors import unknown_model
 from scheduler.http.live import Live
 from scheduler.http.metrics import Metrics
 from scheduler.tokenize import TextCodec
+from scheduler.validate import check_prompt, check_sampling
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -74,8 +75,21 @@ class Front:
         return await self._encoder.run(encode, lambda: None)
 
     def answer(self, prompts: Sequence[Prompt], request_id: str) -> Answering:
-        """What runs `prompts`, which all have the same n; see Answering of its use."""
+        """What runs `prompts`, which all have the same n; see Answering of its use.
+
+        RequestRefused for what the engine would refuse as it is written: that need not be sent, and some could not.
+        """
+        for prompt in prompts:
+            self._check(prompt)
         return Answering(self.client, prompts, self.observe, request_id, self._answering)
+
+    def _check(self, prompt: Prompt) -> None:
+        vocab_size, sampling = self.engine.known_vocab_size, prompt.sampling
+        if not prompt.token_ids:
+            raise RequestRefused("invalid_request", "prompt is empty")
+        if vocab_size:
+            check_sampling(sampling, vocab_size)
+            check_prompt(prompt.token_ids, vocab_size, sampling, self.engine.known_max_model_len)
 
     def begin(self) -> None:
         """A request that a drain waits for begins."""

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from copyengine.wire.errors import SlotstreamError
 from scheduler.http.answering import TooSlow
 from scheduler.http.errors import ApiError, api_error, internal
+from scheduler.http.wording import Wording
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,7 +29,7 @@ class EventStream(Response):
 
     `events` is begun by whoever serves the response, and closed whatever happens. What it raises before it first yields
     is the HTTP request's error, so it should yield, if only b"", as soon as nothing can be refused any more; what it
-    raises later is sent as an event with `error`, and ends the stream without [DONE].
+    raises later is sent as an event with `error`, in `wording`, and ends the stream without [DONE].
     """
 
     media_type = "text/event-stream"
@@ -38,6 +39,7 @@ class EventStream(Response):
         self.background = None
         self._events = events
         self._request_id = request_id
+        self.wording = Wording()
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +62,7 @@ class EventStream(Response):
             case ApiError():
                 return error
             case SlotstreamError():
-                told = api_error(error, self._request_id)
+                told = api_error(error, self._request_id, self.wording)
                 log.info("%s ended while it was streamed: %s", self._request_id, error)
                 return told
         log.exception("%s failed while it was streamed", self._request_id)

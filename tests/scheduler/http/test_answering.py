@@ -160,13 +160,13 @@ def test_an_answer_that_ends_by_itself_is_seen_so(model: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_prompt_that_fails_ends_the_others(model: Path, stream: bool) -> None:
-    """Of two prompts the second is too long, which the engine alone can tell."""
+    """Of two prompts one finds the queue full, which the engine alone can tell."""
 
     async def main() -> None:
-        async with serving(model) as rig:
+        async with serving(model, engine={"max_running_requests": 1, "max_queued_requests": 0}) as rig:
             rig.engine.worker.step_s = 0.01
-            reply = await rig.post(prompt=[[5], [6] * 4096], max_tokens=3000, stream=stream)
-            assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+            reply = await rig.post(prompt=[[5], [6]], max_tokens=3000, stream=stream)
+            assert reply.status_code == 429 and reply.json()["error"]["code"] == "queue_full"
             await rig.at_rest()
             assert (await rig.front.client.stats()).aborted == 1
 

@@ -4,7 +4,15 @@ import msgspec
 import pytest
 
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, RequestRefused, SlotstreamError, WireError
-from scheduler.http.errors import MAX_NAME_CHARS, api_error, malformed, without_paths
+from scheduler.http.errors import (
+    MAX_MESSAGE_CHARS,
+    MAX_NAME_CHARS,
+    api_error,
+    invalid,
+    malformed,
+    unknown_model,
+    without_paths,
+)
 
 SECRET = "/home/somebody/models/secret.safetensors"
 
@@ -19,11 +27,12 @@ CODES = {
     "draining": (503, "service_unavailable"),
     "worker_failed": (503, "service_unavailable"),
     "bad_logits": (500, "server_error"),
-    "grammar_failed": (500, "server_error"),
+    "grammar_failed": (400, "invalid_request_error"),
     "duplicate_request": (500, "server_error"),
     "internal": (500, "server_error"),
     "something new": (500, "server_error"),
 }
+OTHER_CODES = {"grammar_failed": "invalid_grammar"}
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -31,7 +40,7 @@ def test_each_code_of_the_engine_has_its_status(code: str) -> None:
     told = api_error(RequestRefused(code, f"cannot read {SECRET}: gone"), "req-1")
     assert (told.status, told.body.error.type) == CODES[code]
     ours = ("duplicate_request", "internal", "something new")
-    assert told.body.error.code == ("internal" if code in ours else code)
+    assert told.body.error.code == ("internal" if code in ours else OTHER_CODES.get(code, code))
     assert ("retry-after" in told.headers) == (told.status in (429, 503))
     assert "secret" not in told.encode().decode() and "somebody" not in told.encode().decode()
 
@@ -77,6 +86,13 @@ def test_names_that_a_client_made_up_are_cut() -> None:
     assert told.param and len(told.param) <= MAX_NAME_CHARS and len(told.message) < MAX_NAME_CHARS + 100
 
 
+def test_words_of_a_client_are_cut_wherever_they_are() -> None:
+    for error in (unknown_model("x" * 10**6, "m"), invalid("y" * 10**6, "z" * 10**6)):
+        body = error.body.error
+        assert len(body.message) == MAX_MESSAGE_CHARS and len(error.encode()) < MAX_MESSAGE_CHARS + MAX_NAME_CHARS + 200
+    assert invalid("y" * MAX_MESSAGE_CHARS).body.error.message == "y" * MAX_MESSAGE_CHARS
+
+
 def test_a_field_of_the_engines_words_is_named() -> None:
     told = api_error(RequestRefused("invalid_request", "token_ids[1] = 9 is not in the vocabulary of 8"), "req-1")
     assert (told.body.error.param, told.body.error.message[:10]) == ("prompt", "prompt[1] ")
@@ -88,4 +104,8 @@ def test_regular_expressions_are_quoted_as_they_are() -> None:
     """Some look like paths; they are the client's."""
     detail = r"bad regex: /^\/home\/[a-z]+$/, ~/x and C:\\d"
     told = api_error(RequestRefused("invalid_grammar", detail), "req-1")
-    assert (told.status, told.body.error.code, told.body.error.message) == (400, "invalid_grammar", detail)
+    assert (told.status, told.body.error.code, told.body.error.message) == (
+        400,
+        "invalid_grammar",
+        f"grammar: {detail}",
+    )
