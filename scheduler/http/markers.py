@@ -1,9 +1,23 @@
 """What structures an answer's text."""
 
+import re
+
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+
+LAYOUT_CHARS = 1024
+"""Blanks that may stand between two markers; what follows more of them does not belong to what is before them."""
+
+_LAYOUT = re.compile(rf"\s{{0,{LAYOUT_CHARS}}}")
+
+
+def after_blanks(text: str, start: int = 0) -> int:
+    """Where the blanks end that `text` has at `start`, or LAYOUT_CHARS of them."""
+    found = _LAYOUT.match(text, start)
+    assert found
+    return found.end()
 
 
 def unfinished(text: str, *markers: str) -> int:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.http.markers import CALL, THINK, THINK_END, begins, unfinished
+from scheduler.http.markers import CALL, THINK, THINK_END, after_blanks, begins, unfinished
 
 
 class Split(NamedTuple):
@@ -41,8 +41,8 @@ class ReasoningSplitter:
 
     def _begin(self) -> bool:
         """Whether it is known if `<think>` comes first."""
-        blanks = len(self._held) - len(self._held.lstrip())
-        match begins(self._held[blanks:], THINK):
+        blanks = after_blanks(self._held)
+        match begins(self._held[blanks : blanks + len(THINK)], THINK):
             case None:
                 return False
             case True:
@@ -66,7 +66,8 @@ class ReasoningSplitter:
         end = self._held.find(THINK_END)
         call = self._held.find(CALL) if self._function else -1
         while call >= 0 and (end < 0 or call < end):
-            match begins(self._held[call + len(CALL) :].lstrip(), self._function):
+            after = after_blanks(self._held, call + len(CALL))
+            match begins(self._held[after : after + len(self._function)], self._function):
                 case True:
                     return call, call
                 case None:

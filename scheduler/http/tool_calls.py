@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from scheduler.http.markers import CALL, CALL_END, FUNCTION, begins, unfinished
+from scheduler.http.markers import CALL, CALL_END, FUNCTION, after_blanks, begins, unfinished
 
 CallForm = Literal["json", "xml"]
 
@@ -53,7 +53,7 @@ class ToolCallParser:
 
     def __init__(self) -> None:
         self._held = ""  # not yet understood
-        self._blanks = ""  # at the end of the content so far
+        self._blanks: list[str] = []  # at the end of the content so far
         self._events: list[Event] = []
         self._calls = 0
         self._step = self._text
@@ -73,8 +73,8 @@ class ToolCallParser:
         self._ended = True
         events = self.push("")
         if self._blanks and not self._follows_call:
-            events.append(Content(self._blanks))
-        self._blanks = ""
+            events.append(Content("".join(self._blanks)))
+        self._blanks = []
         return events
 
     # Each step looks at what is held and returns whether it got further. It may decide nothing that could be decided
@@ -96,14 +96,14 @@ class ToolCallParser:
 
     def _close(self) -> bool:
         """Behind what a call consists of: its end, which may be missing."""
-        rest = self._held.lstrip()
-        match begins(rest, CALL_END):
+        at = after_blanks(self._held)
+        match begins(self._held[at : at + len(CALL_END)], CALL_END):
             case None:
                 if self._ended:
                     self._held = ""
                 return False
             case True:
-                self._held = rest[len(CALL_END) :]
+                self._take(at + len(CALL_END))
         self._step = self._text
         return True
 
@@ -113,12 +113,13 @@ class ToolCallParser:
 
     def _say(self, text: str) -> None:
         """Content, whose last blanks wait for what follows."""
-        text = self._blanks + text
         said = text.rstrip()
-        self._blanks = text[len(said) :]
         if said:
-            self._events.append(Content(said))
+            self._events.append(Content("".join(self._blanks) + said))
+            self._blanks = []
             self._follows_call = False
+        if len(said) < len(text):
+            self._blanks.append(text[len(said) :])
 
     def _no_call(self) -> bool:
         """What looked like the beginning of a call is content, and what is held is looked at anew."""
@@ -129,7 +130,7 @@ class ToolCallParser:
     def _begin(self, name: str) -> None:
         self._events.append(CallBegan(self._calls, name))
         self._calls += 1
-        self._blanks = ""
+        self._blanks = []
         self._follows_call = True
 
     def _argue(self, text: str) -> None:

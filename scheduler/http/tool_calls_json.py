@@ -4,11 +4,14 @@ import json
 import re
 from typing import Any
 
-from scheduler.http.markers import CALL_END
+from scheduler.http.markers import after_blanks
 from scheduler.http.tool_calls import ToolCallParser
 
 HEAD_CHARS = 1024
 """Within which a call's arguments begin, if they are to be sent while they arrive."""
+
+WHOLE_CHARS = 65_536
+"""Of the longest call that is held until it is complete."""
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
 _OUTSIDE_STRINGS = frozenset(' \t\r\n,:"{}[]+-.0123456789eEtrufalsn')
@@ -18,28 +21,46 @@ class JsonToolCalls(ToolCallParser):
     """Arguments come out as they are written, from the moment that name and "arguments" are there.
 
     A call written otherwise comes out when it is complete, if it is a JSON object with a name and arguments in any
-    order: no arguments are none, and a string is taken for the JSON text of an object.
+    order: no arguments are none, and a string is taken for the JSON text of an object. That something is no call is
+    known once it goes on as no JSON object does, or for WHOLE_CHARS.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._object = ObjectEnd()
+        self._scanned = 0  # of what is held
 
     def _call(self) -> bool:
-        end = self._held.find(CALL_END)
-        head = _HEAD.match(self._held[:HEAD_CHARS])
-        if head and (end < 0 or head.end() <= end) and (name := _string(head[1])) is not None:
+        at = after_blanks(self._held)
+        if at == len(self._held):
+            return self._ended and self._no_call()
+        if self._held[at] != "{":
+            return self._no_call()
+        self._object, self._scanned = ObjectEnd(), at
+        self._step = self._unnamed
+        return True
+
+    def _unnamed(self) -> bool:
+        """In the call's object, of which neither name nor arguments are known yet."""
+        head = _HEAD.match(self._held, 0, HEAD_CHARS) if self._scanned < HEAD_CHARS else None
+        if head and (name := _string(head[1])) is not None:
             self._take(head.end())
             self._begin(name)
             self._object = ObjectEnd()
             self._step = self._arguments
             return True
-        if end < 0 and not self._ended:
-            return False
-        call = _whole_call(self._held if end < 0 else self._held[:end])
+        self._scanned += self._object.scan(self._held[self._scanned : WHOLE_CHARS])
+        if self._object.complete:
+            return self._whole()
+        no_call = self._object.broken or self._scanned == WHOLE_CHARS or self._ended
+        return no_call and self._no_call()
+
+    def _whole(self) -> bool:
+        """Behind the call's object, all of which is held."""
+        call = _whole_call(self._held[: self._scanned])
         if call is None:
             return self._no_call()
-        self._take(len(self._held) if end < 0 else end)
+        self._take(self._scanned)
         self._begin(call[0])
         self._argue(call[1])
         self._step = self._close
@@ -58,11 +79,11 @@ class JsonToolCalls(ToolCallParser):
 
     def _brace(self) -> bool:
         """Behind the arguments: the end of the call's object."""
-        rest = self._held.lstrip()
-        if not rest:
+        at = after_blanks(self._held)
+        if at == len(self._held):
             return False
-        if rest.startswith("}"):
-            self._held = rest[1:]
+        if self._held[at] == "}":
+            self._take(at + 1)
         self._step = self._close
         return True
 

@@ -1,7 +1,6 @@
 """Calls written as `<function=NAME>`, `<parameter=P>` and values: the form of Qwen3-Coder and Qwen3.5."""
 
 import json
-import re
 from collections.abc import Mapping
 
 from scheduler.http.markers import (
@@ -10,6 +9,7 @@ from scheduler.http.markers import (
     FUNCTION_END,
     PARAMETER,
     PARAMETER_END,
+    after_blanks,
     begins,
     unfinished,
 )
@@ -21,7 +21,6 @@ NAME_CHARS = 256
 """Of the longest name of a function or parameter."""
 
 _LONGEST = max(map(len, (PARAMETER, FUNCTION_END, CALL_END)))
-_BLANKS = re.compile(r"\s*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -59,9 +58,10 @@ class XmlToolCalls(ToolCallParser):
 
     def _parameter(self) -> bool:
         """Between parameters."""
-        rest = self._held.lstrip()
+        at = after_blanks(self._held)
+        rest = self._held[at : at + _LONGEST]
         if begins(rest, FUNCTION_END, CALL_END):
-            self._held = rest.removeprefix(FUNCTION_END)
+            self._take(at + (len(FUNCTION_END) if rest.startswith(FUNCTION_END) else 0))
             self._argue("}")
             self._step = self._close
             return True
@@ -80,16 +80,17 @@ class XmlToolCalls(ToolCallParser):
 
     def _named(self, marker: str) -> str | None:
         """The name behind `marker` and its end, both taken; "" if there is none; None if it is not known yet."""
-        rest = self._held.lstrip()
-        found = begins(rest, marker)
+        at = after_blanks(self._held)
+        start = at + len(marker)
+        found = begins(self._held[at:start], marker)
         if not found:
             return None if found is None else ""
-        name, closed, after = rest[len(marker) :].partition(">")
+        name, closed, _ = self._held[start : start + NAME_CHARS + 1].partition(">")
         if len(name) > NAME_CHARS or "\n" in name or (closed and not name):
             return ""
         if not closed:
             return None
-        self._held = after
+        self._take(start + len(name) + len(closed))
         return name
 
     def _before_value(self) -> bool:
@@ -131,23 +132,18 @@ class XmlToolCalls(ToolCallParser):
         at = self._held.find(PARAMETER_END, self._searched)
         while at >= 0:
             end = at - 1 if self._held[max(0, at - 1) : at] == "\n" else at
-            after = _after_blanks(self._held, at + len(PARAMETER_END))
+            self._searched = at
+            after = after_blanks(self._held, at + len(PARAMETER_END))
             found = begins(self._held[after : after + _LONGEST], PARAMETER, FUNCTION_END, CALL_END)
             if found or (found is None and self._ended):
                 return end, after - end
             if found is None:
                 return end, None
-            self._searched = at + 1
-            at = self._held.find(PARAMETER_END, self._searched)
+            at = self._held.find(PARAMETER_END, at + 1)
         if self._ended:
             return len(self._held), None
-        return len(self._held) - unfinished(self._held, PARAMETER_END, "\n" + PARAMETER_END), None
-
-
-def _after_blanks(text: str, start: int) -> int:
-    found = _BLANKS.match(text, start)
-    assert found
-    return found.end()
+        self._searched = len(self._held) - unfinished(self._held, PARAMETER_END, "\n" + PARAMETER_END)
+        return self._searched, None
 
 
 def _json(text: str, argument: Argument) -> str:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.http.markers import LAYOUT_CHARS
 from scheduler.http.reasoning import ReasoningSplitter
 from tests.scheduler.http.cuts import cut, cuts, texts_of
 
@@ -57,6 +58,15 @@ def test_what_is_thought_and_said(text: str, opened: bool, reasoning: str, conte
 def test_a_call_ends_the_thinking(text: str, reasoning: str, content: str) -> None:
     assert split([text], True, "<function=") == (reasoning, content)
     assert split(list(text), True, "<function=") == (reasoning, content)
+
+
+def test_how_many_blanks_stand_beside_markers() -> None:
+    """LAYOUT_CHARS of them, and one more."""
+    gap = " " * LAYOUT_CHARS
+    assert split([*gap, "<think>a"], False) == ("a", "")
+    assert split([*gap, " ", "<think>a"], False) == ("", f"{gap} <think>a")
+    assert split(["<tool_call>", *gap, "<function=f>"], True, "<function=") == ("", f"<tool_call>{gap}<function=f>")
+    assert split(["<tool_call>", *gap, " ", "<function=f>"], True, "<function=")[1] == ""
 
 
 @given(TEXTS, st.booleans(), st.booleans(), cuts())

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.http.markers import LAYOUT_CHARS
 from scheduler.http.tool_calls import CallArguments, CallBegan, Content, ToolCallParser, call_form, whole_calls
-from scheduler.http.tool_calls_json import JsonToolCalls
+from scheduler.http.tool_calls_json import WHOLE_CHARS, JsonToolCalls, ObjectEnd
 from scheduler.http.tool_calls_xml import XmlToolCalls
 from scheduler.http.tool_schema import ToolSchema
 from tests.scheduler.chat_templates import JSON_CALLS, XML_CALLS
@@ -76,6 +77,8 @@ G = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
         ('<tool_call>{"name": "f", "arguments": 5}', '<tool_call>{"name": "f", "arguments": 5}', []),
         ('<tool_call>{"name": "</tool_call>", "arguments": ', '<tool_call>{"name": "</tool_call>", "arguments": ', []),
         (f"<tool_call>\n{F1}", "<tool_call>", [("f", '{"a": 1}')]),
+        ('<tool_call>{"a' + F1, '<tool_call>{"a', [("f", '{"a": 1}')]),
+        ('<tool_call>{"arguments": {"s": "<tool_call>"}, "name": "f"}', "", [("f", '{"s": "<tool_call>"}')]),
         # wrong after the name: the rest is content
         ('<tool_call>{"name": "f", "arguments": {"a": x}}', "x}}", [("f", '{"a": ')]),
         ('<tool_call>{"name": "f", "arguments": {}, "id": 2}</tool_call>', ', "id": 2}</tool_call>', [("f", "{}")]),
@@ -206,6 +209,70 @@ def test_what_is_written_as_xml_is_read(calls: list[tuple[str, dict[str, Any]]],
     events = [event for piece in cut("\n".join(written), places) for event in reader.push(piece)] + reader.flush()
     content, found = whole_calls(events)
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize(
+    ("form", "prose", "said"),
+    [
+        ("json", "Write <tool_call> b", "Write <tool_call> b"),
+        ("json", "Write <tool_call>{nam", "Write <tool_call>{nam"),
+        ("json", "Write <tool_call>\n<", "Write <tool_call>"),
+        ("json", f"<tool_call>{' ' * LAYOUT_CHARS} ", "<tool_call>"),
+        ("json", '<tool_call>{"' + "a" * (WHOLE_CHARS - 2), '<tool_call>{"' + "a" * (WHOLE_CHARS - 2)),
+        ("xml", "Write <tool_call> b", "Write <tool_call> b"),
+        ("xml", f"<tool_call>{' ' * LAYOUT_CHARS} ", "<tool_call>"),
+    ],
+)
+def test_what_is_no_call_is_not_held(form: str, prose: str, said: str) -> None:
+    """Against the text so far: prose that names the marker comes out with the first character that no call has."""
+    reader = parser(form)
+    before = [event for character in prose[:-1] for event in reader.push(character)]
+    assert whole_calls(before) == (prose.partition("<tool_call>")[0].rstrip(), [])
+    assert whole_calls(before + reader.push(prose[-1])) == (said, [])
+    rest = reader.push("and so on") + reader.flush()
+    assert whole_calls([Content(said), *rest]) == (prose + "and so on", [])
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_how_many_blanks_stand_between_the_parts_of_a_call(more: bool) -> None:
+    """Against what is written: one more than LAYOUT_CHARS, and what follows does not belong to the call."""
+    gap = " " * (LAYOUT_CHARS + more)
+    text = f"<tool_call><function=f><parameter=text>a</parameter>{gap}</function>"
+    ended = '{"text": "a"}' if not more else f'{{"text": "a</parameter>{gap}</function>'
+    assert parse("xml", text) == parse("xml", *text) == ("", [("f", ended)])
+    for form, before, after, arguments in (
+        ("xml", "<tool_call>", "<function=g></function>", "{}"),
+        ("xml", "<tool_call><function=g>", "</function>", "{}"),
+        ("xml", "<tool_call><function=g></function>", "</tool_call>", "{}"),
+        ("json", "<tool_call>", '{"name": "g"}', "{}"),
+        ("json", '<tool_call>{"name": "g", "arguments": {}', "}", "{}"),
+        ("json", '<tool_call>{"name": "g", "arguments": {}}', "</tool_call>", "{}"),
+    ):
+        text = before + gap + after
+        content, calls = parse(form, text)
+        assert parse(form, *text) == (content, calls)
+        assert content == ("" if not more else text if before == "<tool_call>" else gap + after)
+        assert calls == ([] if more and before == "<tool_call>" else [("g", arguments)])
+
+
+@pytest.mark.parametrize(
+    "part", ["<tool_call>x", "<tool_call>", '<tool_call>{"', '<tool_call>{""', '<tool_call>{"n": [']
+)
+def test_what_is_no_call_is_scanned_a_few_times_only(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the text's length, however often the marker stands in it."""
+    scanned = 0
+    scan = ObjectEnd.scan
+
+    def counted(self: ObjectEnd, text: str) -> int:
+        nonlocal scanned
+        count = scan(self, text)
+        scanned += count + 1
+        return count
+
+    monkeypatch.setattr(ObjectEnd, "scan", counted)
+    text = part * 2000
+    assert parse("json", *text) == (text, [])
+    assert scanned <= 3 * len(text)
 
 
 def test_a_call_is_sent_while_it_arrives() -> None:
