@@ -9,7 +9,11 @@ from scheduler.http.errors import engine_unavailable
 from scheduler.protocol import HealthReply
 
 HEALTH_S = 1.0
-"""Seconds within which the scheduler says how it is. One that says nothing takes no requests either."""
+"""Seconds within which the scheduler says how it is to who asks whether it is ready."""
+
+SERVING_S = 5.0
+"""The same for requests, which can wait better than be refused while it is busy for a moment. One that says nothing for
+so long takes no requests either."""
 
 FRESH_S = 1.0
 """Seconds for which that it takes requests is not asked again. If it is wrong the engine refuses the request itself."""
@@ -26,17 +30,38 @@ class EngineState:
         self._now_s = now_s
         self._fresh: HealthReply | None = None
         self._asked_s = 0.0
+        self._asking: asyncio.Task[HealthReply] | None = None
         self.known_max_model_len = 0
         self.known_vocab_size = 0
 
-    async def ask(self) -> HealthReply:
-        """As it is now. PeerError if nothing is heard within HEALTH_S."""
+    async def ask(self, deadline_s: float | None = None) -> HealthReply:
+        """As it is now. PeerError if nothing is heard within `deadline_s`, or HEALTH_S.
+
+        Whoever asks while an answer is due waits for that one.
+        """
+        deadline_s = HEALTH_S if deadline_s is None else deadline_s
+        asking = self._asking
+        if asking is None:
+            asking = self._asking = asyncio.create_task(self._ask())
+            asking.add_done_callback(self._asked)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.shield(asking)
+        except TimeoutError:
+            raise PeerTimeout(f"the engine does not answer within {deadline_s:g} s") from None
+
+    def _asked(self, asking: asyncio.Task[HealthReply]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # raised to who waits, if anybody does
+
+    async def _ask(self) -> HealthReply:
         asked_s = self._now_s()
         try:
-            async with asyncio.timeout(HEALTH_S):  # the client's deadline begins anew when the question is sent
-                reply = await self._health(HEALTH_S)
+            async with asyncio.timeout(SERVING_S):  # the client's deadline begins anew when the question is sent
+                reply = await self._health(SERVING_S)
         except TimeoutError:
-            raise PeerTimeout(f"the engine does not answer within {HEALTH_S:g} s") from None
+            raise PeerTimeout(f"the engine does not answer within {SERVING_S:g} s") from None
         self.known_max_model_len = reply.max_model_len or self.known_max_model_len
         self.known_vocab_size = reply.vocab_size or self.known_vocab_size
         self._fresh, self._asked_s = reply if reply.ready else None, asked_s
@@ -47,7 +72,7 @@ class EngineState:
         if self._fresh is not None and self._now_s() - self._asked_s < FRESH_S:
             return self._fresh
         try:
-            reply = await self.ask()
+            reply = await self.ask(SERVING_S)
         except PeerError:
             raise engine_unavailable(None) from None
         if not reply.ready:

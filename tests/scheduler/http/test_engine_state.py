@@ -76,8 +76,9 @@ def test_that_it_does_not_serve_is_asked_each_time() -> None:
     on_loop("selector", main)
 
 
-def test_one_that_hangs_is_waited_for_a_second_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_state, "HEALTH_S", 0.05)
+    monkeypatch.setattr(engine_state, "SERVING_S", 0.1)
 
     async def hang(deadline_s: float) -> HealthReply:
         await asyncio.sleep(60)
@@ -101,5 +102,44 @@ def test_how_long_a_request_may_be_is_known_from_the_first_time_on() -> None:
         assert await engine.state.max_model_len() == 0
         assert await engine.state.max_model_len() == 4096
         assert await engine.state.max_model_len() == 4096 and engine.asked == 2
+
+    on_loop("selector", main)
+
+
+def test_one_that_is_late_serves_and_is_not_ready_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who ask wait for one answer, requests longer than who asks whether it is ready."""
+    monkeypatch.setattr(engine_state, "HEALTH_S", 0.05)
+    asked, may_answer = 0, asyncio.Event()
+
+    async def late(deadline_s: float) -> HealthReply:
+        nonlocal asked
+        asked += 1
+        await may_answer.wait()
+        return READY
+
+    async def main() -> None:
+        state = EngineState(late)
+        requests = [asyncio.create_task(state.serving()) for _ in range(20)]
+        with pytest.raises(PeerTimeout):
+            await state.ask()
+        assert not any(request.done() for request in requests)
+        may_answer.set()
+        assert await asyncio.gather(*requests) == [READY] * 20 and asked == 1
+
+    on_loop("selector", main)
+
+
+def test_who_leaves_takes_the_answer_from_nobody() -> None:
+    """One of two who wait is cancelled, as when its client leaves; and a failure is told to both of two."""
+    engine = Engine(READY, PeerDied("gone"))
+
+    async def main() -> None:
+        first, second = (asyncio.create_task(engine.state.serving()) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == READY and engine.asked == 1
+        engine.now_s += FRESH_S
+        told = await asyncio.gather(*(engine.state.serving() for _ in range(2)), return_exceptions=True)
+        assert all(isinstance(one, ApiError) for one in told) and engine.asked == 2
 
     on_loop("selector", main)
