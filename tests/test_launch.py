@@ -56,7 +56,7 @@ FLAGS = {
     "--http-port": None,
     "--http-host": "127.0.0.1",
     "--api-key": "",
-    "--http-max-body-bytes": 32 * 2**20,
+    "--http-max-body-bytes": 8 * 2**20,
     "--prompt": None,
     "--check": False,
     "--log-level": "info",

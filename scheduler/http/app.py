@@ -8,15 +8,15 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from copyengine.wire.errors import SlotstreamError
 from scheduler.http.access import Access
 from scheduler.http.answering import TooSlow
-from scheduler.http.errors import ApiError, api_error, draining, internal, invalid, malformed
+from scheduler.http.errors import ApiError, api_error, draining, internal
 from scheduler.http.front import Call, Front, Route
-from scheduler.http.reading import Body, ClientLeft, Room
+from scheduler.http.reading import Body, ClientLeft, Room, decoded
 from scheduler.http.sse import EventStream
 from scheduler.http.wording import Wording
 from scheduler.http.writing import patient
@@ -59,7 +59,8 @@ class App:
         body = Body(self._room, headers, receive)
         try:
             route, params = self._admit(scope, headers)
-            decoded = self._decode(route, await body.read())
+            content = await body.read()
+            asked = decoded(self._decoders[id(route)], content) if id(route) in self._decoders else None
         except ClientLeft:
             return
         except ApiError as error:
@@ -69,7 +70,7 @@ class App:
         if route.serves:
             self._front.begin()
         try:
-            call = Call(request_id, decoded, params, QueryParams(scope["query_string"]))
+            call = Call(request_id, asked, params)
             await while_there(receive, self._serve(route, call, scope, receive, send))
         finally:
             if route.serves:
@@ -107,19 +108,6 @@ class App:
 
     def _wording(self, call: Call[Any]) -> Wording:
         return Wording(call.body, self._front.engine.known_max_model_len)
-
-    def _decode(self, route: Route, body: bytes) -> Any:
-        decoder = self._decoders.get(id(route))
-        if decoder is None:
-            return None
-        try:
-            return decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise malformed(error) from None
-        except RecursionError:
-            raise invalid("the body is nested too deeply", code="malformed_json") from None
-        except UnicodeDecodeError as error:
-            raise invalid(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
     def _route(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         allowed = set()

@@ -188,12 +188,16 @@ def _parts(prompt: Any) -> list[str | list[int]]:
     """The prompts, each a text or token ids. ApiError if they are mixed or there are none."""
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(part) for part in prompt}
+    kinds = set(map(type, prompt))
     if not kinds:
         raise invalid("prompt is empty", "prompt")
     if len(kinds) > 1:
         raise invalid("prompt mixes texts, token ids or lists of these; send one kind", "prompt")
-    return [prompt] if kinds == {int} else list(prompt)
+    if kinds == {int}:
+        return [prompt]
+    if len(prompt) > MAX_CHOICES:
+        raise invalid(f"prompt has {len(prompt)} prompts, at most {MAX_CHOICES} are allowed", "prompt")
+    return list(prompt)
 
 
 async def _token_ids(front: Front, part: str | list[int], max_tokens: int) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
-from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from copyengine.wire.errors import RequestRefused
@@ -125,11 +124,10 @@ class Call(Generic[B]):
     one), `params` what the path's `{name}` stand for.
     """
 
-    def __init__(self, request_id: str, body: B, params: dict[str, str], query: QueryParams) -> None:
+    def __init__(self, request_id: str, body: B, params: dict[str, str]) -> None:
         self.request_id = request_id
         self.body = body
         self.params = params
-        self.query = query
 
 
 class Route(Struct, frozen=True):

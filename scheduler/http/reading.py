@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
+from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from scheduler.http.errors import ApiError
+from scheduler.http.errors import ApiError, invalid, malformed
 
 BODY_S = 120.0
 """Seconds that a body may take to arrive."""
@@ -14,6 +17,11 @@ BODY_S = 120.0
 LINGER_S = 2.0
 """Seconds for which what a client still sends is taken after an early refusal, so that it reads the refusal: a
 connection that is closed over unread bytes is reset, which may take the answer with it."""
+
+
+LARGE_NBYTES = 256 * 2**10
+"""A body from which so much may be made that the collector would look through all of it again and again: 8 MiB of empty
+lists took 1.28 s with it, and 0.27 s without (AMD EPYC, 2026-11)."""
 
 
 class ClientLeft(Exception):
@@ -82,3 +90,21 @@ class Body:
         if room.held_nbytes > room.all_nbytes:
             text = "the bodies of other requests take all the room there is for bodies"
             raise ApiError(503, "service_unavailable", text, code="overloaded", retry_after_s=1)
+
+
+def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """What `body` holds. ApiError if it is not JSON, or not what `decoder` takes."""
+    pause = len(body) >= LARGE_NBYTES and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise malformed(error) from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply", code="malformed_json") from None
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from None
+    finally:
+        if pause:
+            gc.enable()

@@ -61,8 +61,13 @@ async def tokenize(front: Front, call: Call[TokenizeRequest]) -> Response:
 
 
 async def detokenize(front: Front, call: Call[DetokenizeRequest]) -> Response:
-    """The text of token ids."""
+    """The text of token ids, of as many as a request may have."""
     front.check_model(call.body.model)
+    max_model_len, count = await front.engine.max_model_len(), len(call.body.tokens)
+    if not max_model_len:
+        raise not_loaded()
+    if count > max_model_len:
+        raise invalid(f"tokens has {count} ids, at most {max_model_len} are allowed", "tokens")
     return json_response(DetokenizeReply(await front.encode(lambda: front.text.decode(call.body.tokens))))
 
 

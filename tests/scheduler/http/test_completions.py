@@ -190,6 +190,7 @@ def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
         ({"prompt": []}, 400, "prompt", None, "empty"),
         ({"prompt": ""}, 400, "prompt", "invalid_request", "empty"),
         ({"prompt": [[1], []]}, 400, "prompt", "invalid_request", "empty"),
+        ({"prompt": ["a"] * 129}, 400, "prompt", None, "129 prompts"),
         ({"prompt": [1, "a"]}, 400, "prompt", None, "mixes"),
         ({"prompt": [1, True]}, 400, "prompt[1]", None, "bool"),
         ({"prompt": [10**30]}, 400, "prompt", "invalid_request", f"{10**30} is not in the vocabulary"),

@@ -20,6 +20,7 @@ def test_texts_become_tokens_and_tokens_texts(model: Path) -> None:
                 reply = await rig.post("/tokenize", prompt=text, model=MODEL)
                 assert reply.json() == {"count": len(ids), "max_model_len": 4096, "tokens": ids}
                 assert (await rig.post("/detokenize", tokens=ids)).json() == {"prompt": text}
+            assert (await rig.post("/detokenize", tokens=[1] * 4096)).status_code == 200
             chat = [{"role": "user", "content": "the fox"}]
             reply = await rig.post("/tokenize", messages=chat)
             assert reply.json()["tokens"] == tokenizer.encode("<|user|>the fox", add_special_tokens=False).ids
@@ -37,6 +38,7 @@ def test_what_is_wrong_is_named(model: Path) -> None:
                 ("/tokenize", {"prompt": "a", "model": "other"}, 404, "other"),
                 ("/tokenize", {"prompt": "a", "x": 1}, 400, "x is not supported"),
                 ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens[1] = 99999"),
+                ("/detokenize", {"tokens": [1] * 4097}, 400, "tokens has 4097 ids, at most 4096"),
                 ("/detokenize", {"tokens": [-1]}, 400, "tokens[0] = -1"),
                 ("/detokenize", {"tokens": [2**70]}, 400, "tokens[0]"),
                 ("/detokenize", {"tokens": [1], "model": "other"}, 404, "other"),
