@@ -10,6 +10,7 @@ from scheduler.http.chat_requests import ChatMessage, ChatRequest, Part, Tool, T
 from scheduler.http.errors import invalid, unsupported
 from scheduler.http.markers import THINK, THINK_END
 from scheduler.http.output_format import Thinking
+from scheduler.http.tool_calls import call_form
 from scheduler.http.tool_calls_json import json_value
 
 _OURS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -63,7 +64,7 @@ def message_object(message: ChatMessage, number: int, template: ChatTemplate) ->
     if message.reasoning_content is not None:
         value["reasoning_content"] = value["thinking"] = message.reasoning_content
     if message.tool_calls:
-        value["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        value["tool_calls"] = [_call(call, template) for call in message.tool_calls]
     if message.tool_call_id is not None:
         value["tool_call_id"] = message.tool_call_id
     return value
@@ -102,10 +103,15 @@ def _text(part: Part, where: str) -> str:
     return part.text
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
+def _call(call: ToolCall, template: ChatTemplate) -> dict[str, Any]:
+    """What templates know a call as.
+
+    Its arguments are no JSON object if the answer was cut off in them. Templates of JSON calls print them as they are;
+    those of XML calls have to take them apart, and are given none.
+    """
     arguments = json_value(call.function.arguments or "{}")
     if not isinstance(arguments, dict):
-        raise invalid(f"{where}.function.arguments is not the JSON text of an object", "messages")
+        arguments = {} if call_form(template.source) == "xml" else call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

@@ -26,7 +26,8 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """A call that was made; `arguments` is the JSON text of an object."""
+    """A call that was made; `arguments` is the JSON text of an object. If it is none, as an answer that was cut off
+    leaves it, the model is shown it as it is or, where calls are XML, without arguments."""
 
     name: str
     arguments: str = ""

@@ -139,6 +139,37 @@ def test_calls_and_tools_in_the_prompt(tmp_path: Path) -> None:
     talk(tmp_path, JSON_CALLS, session)
 
 
+@pytest.mark.parametrize(
+    ("template", "answer", "shown"),
+    [
+        (
+            JSON_CALLS,
+            '<tool_call>\n{"name": "f", "arguments": {"a": [5',
+            '<tool_call>\n{"name": "f", "arguments": {"a": [5}\n</tool_call>',
+        ),
+        (
+            XML_CALLS,
+            "</think><tool_call>\n<function=f>\n<parameter=b>\nso",
+            "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_call_that_was_cut_off_is_sent_back(tmp_path: Path, template: str, answer: str, shown: str) -> None:
+    """As it was answered, against what the template makes of it: the conversation goes on."""
+
+    async def session(client: Chats) -> None:
+        client.answers(answer)
+        user = {"role": "user", "content": "the fox"}
+        message = (await client.whole(messages=[user], tools=TOOLS))["message"]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(message["tool_calls"][0]["function"]["arguments"])
+        told = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "no JSON"}
+        await client.whole(messages=[user, message, told], tools=TOOLS)
+        assert shown in client.prompt()
+
+    talk(tmp_path, template, session)
+
+
 def sample_of(client: Chats) -> Any:
     """How the worker was told to draw last."""
     return client.worker.steps[-1].sequences[0].sample
@@ -228,8 +259,7 @@ def test_several_answers_and_usage(tmp_path: Path) -> None:
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
 USER = {"role": "user", "content": "x"}
-CALLS = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{"}}]
-BAD_CALL = {"role": "assistant", "tool_calls": CALLS}
+CALLS = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 DEEP: dict[str, Any] = {}
 for _ in range(200):
@@ -242,7 +272,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "user", "content": IMAGE}]}, "messages[1].content[0]: image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": CALLS}]}, "messages[0].tool_calls"),
-    ({"messages": [USER, BAD_CALL]}, "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
     ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "function_call"),
     ({"audio": {}}, "audio"),
