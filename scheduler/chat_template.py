@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -24,6 +25,10 @@ _GOES_ON = "<<here the answer goes on>> "
 """Written behind a message that is to be continued, and cut off again: its blank shows whether the template trims."""
 
 
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""The variables that every template is given, beside the special tokens."""
+
+
 class ChatTemplate:
     """A compiled template. ConfigError, naming the file `origin`, if `source` does not compile.
 
@@ -31,7 +36,8 @@ class ChatTemplate:
     `*` are bounded. Its loops are not, nor what filters and format strings make: a template that nests long
     loops occupies a thread for as long as they take.
 
-    `source` is its text, and `variables` are the names that it reads, its own among them.
+    `source` is its text. `variables` are the names that it reads without having set them, or not in each of its
+    branches; `settings` are those among them that are nothing of `render`'s own.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
@@ -52,7 +58,8 @@ class ChatTemplate:
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ConfigError(f"{origin}: the chat template does not compile: {_reason(error)}{line}") from None
         self.source = source
-        self.variables = frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.settings = self.variables - _GIVEN - special_tokens.keys()
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -66,8 +73,8 @@ class ChatTemplate:
         """The prompt for the assistant's next turn. RequestRefused("invalid_request") if the template objects.
 
         Messages and tools are objects as OpenAI's API has them, but for the arguments of calls, which are objects too.
-        With `continue_final_message` the prompt ends where the last message's content does. `settings` are variables
-        that the template may read.
+        With `continue_final_message` the prompt ends where the last message's content does. `settings` are values of
+        further variables, see the class.
         """
         if continue_final_message:
             last = dict(messages[-1])

@@ -7,14 +7,11 @@ from msgspec import Struct
 
 from scheduler.chat_template import ChatTemplate
 from scheduler.http.chat_requests import ChatMessage, ChatRequest, Part, Tool, ToolCall
-from scheduler.http.errors import invalid, unsupported
+from scheduler.http.errors import MAX_NAME_CHARS, invalid, unsupported
 from scheduler.http.markers import THINK, THINK_END
 from scheduler.http.output_format import Thinking
 from scheduler.http.tool_calls import call_form
 from scheduler.http.tool_calls_json import json_value
-
-_OURS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Variables of a template that are not for the client to set."""
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -43,11 +40,12 @@ def template_settings(request: ChatRequest, template: ChatTemplate) -> dict[str,
     """The variables that the client sets. ApiError for one that the template does not read."""
     settings = dict(request.chat_template_kwargs or {})
     for name in settings:
-        if name in _OURS or name not in template.variables:
-            why = "it is a field of the request" if name in _OURS else "this model's chat template does not read it"
-            raise unsupported(f"chat_template_kwargs.{name}", why)
+        if name not in template.settings:
+            read = name in template.variables
+            why = "the template is given it anyway" if read else "this model's chat template does not read it"
+            raise unsupported(f"chat_template_kwargs.{name[:MAX_NAME_CHARS]}", why)
     if request.reasoning_effort is not None:
-        if "reasoning_effort" not in template.variables:
+        if "reasoning_effort" not in template.settings:
             raise unsupported("reasoning_effort", "this model's chat template does not read it")
         settings["reasoning_effort"] = request.reasoning_effort
     return settings

@@ -96,18 +96,17 @@ def test_a_message_is_continued_where_the_template_leaves_its_end() -> None:
 
 
 def test_what_a_template_reads_is_known() -> None:
-    """Against the templates by eye: what they are given, and nothing that they only mention or set."""
+    """Against the templates by eye: what they are given, and nothing that they only mention, or set in any case."""
     given = {"messages", "tools", "add_generation_prompt", "enable_thinking"}
-    for source in (JSON_CALLS, XML_CALLS):
-        assert given < ChatTemplate(source, {}, "x").variables
-    template = ChatTemplate("{% set a = b %}{# c #}{{ 'd' }}{% for e in x.f %}{{ g(h=1) }}{% endfor %}", {}, "x")
-    assert template.variables == {"b", "x", "g"}
-
-
-def test_a_setting_may_have_the_name_of_a_special_token() -> None:
-    """As in transformers: what the caller sets comes before the tokenizer's."""
-    template = ChatTemplate("{{ bos_token }}{{ eos_token }}", {"bos_token": "<s>", "eos_token": "</s>"}, "x")
-    assert template.render([], bos_token="B") == "B</s>"
+    assert ChatTemplate(XML_CALLS, {}, "x").variables == given
+    assert ChatTemplate(JSON_CALLS, {}, "x").variables == given | {"thought"}
+    source = """{% set a = b %}{# c #}{{ 'd' ~ bos_token }}{% for e in x.f %}{{ g(h=e) }}{{ loop.first }}{% endfor %}
+    {% set n = namespace(k=1) %}{{ n.k ~ self ~ strftime_now('%Y') ~ messages }}
+    {% macro m(p) %}{{ p ~ caller() }}{% endmacro %}{% generation %}{{ q }}{% endgeneration %}
+    {% if s is not defined %}{% set s = 1 %}{% endif %}{{ s }}"""
+    template = ChatTemplate(source, {"bos_token": "<s>"}, "x")
+    assert template.settings == {"b", "x", "g", "q", "s"}
+    assert template.variables == template.settings | {"bos_token", "messages"}
 
 
 @pytest.mark.parametrize("special", [False, True])
