@@ -54,11 +54,11 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(tree)
+            self.variables = _undeclared(environment, tree)
         except Exception as error:  # of jinja2, or whatever Python says of the code made from it
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ConfigError(f"{origin}: the chat template does not compile: {_reason(error)}{line}") from None
         self.source = source
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.settings = self.variables - _GIVEN - special_tokens.keys()
         self._special_tokens = dict(special_tokens)
 
@@ -87,6 +87,14 @@ class ChatTemplate:
             detail = f"messages: the chat template refused them: {_reason(error)}"
             raise RequestRefused("invalid_request", detail) from None
         return _cut(text) if continue_final_message else text
+
+
+def _undeclared(environment: jinja2.Environment, tree: jinja2.nodes.Template) -> frozenset[str]:
+    """As jinja2.meta.find_undeclared_variables, which would evaluate constants."""
+    generator = jinja2.meta.TrackingCodeGenerator(environment)
+    generator.optimizer = None
+    generator.visit(tree)
+    return frozenset(generator.undeclared_identifiers)
 
 
 def _cut(text: str) -> str:
