@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from scheduler.chat_template import ChatTemplate
 from scheduler.http.chat_answer import ChatAnswer
 from scheduler.http.chat_prompt import chat_prompt
-from scheduler.http.chat_requests import ChatRequest, Tool, ToolChoice
-from scheduler.http.errors import ApiError, invalid, unsupported
+from scheduler.http.chat_requests import UNSERVED, ChatRequest, Tool, ToolChoice
+from scheduler.http.errors import MAX_NAME_CHARS, ApiError, invalid, unsupported
 from scheduler.http.markers import FUNCTION, THINK_END
 from scheduler.http.output_format import Calls, answer_grammar, answer_schema, check_schema
 from scheduler.http.reasoning import ReasoningSplitter
@@ -21,6 +21,9 @@ class ChatPlan:
 
     def __init__(self, request: ChatRequest, template: ChatTemplate, added_tokens: Mapping[str, int]) -> None:
         """`added_tokens`: see TextCodec."""
+        for name, why in UNSERVED.items():
+            if getattr(request, name) is not None:
+                raise unsupported(name, why)
         self._tools = offered(request)
         self._calls = wanted_calls(request, self._tools, template)
         tools = [tool.function for tool in self._tools] if self._calls and self._calls.form == "xml" else []
@@ -83,7 +86,7 @@ def _chosen(choice: ToolChoice, tools: Sequence[Tool]) -> Tool:
     for tool in tools:
         if tool.function.name == choice.function.name:
             return tool
-    raise invalid(f"tool_choice names {choice.function.name[:128]!r}, which is none of tools", "tool_choice")
+    raise invalid(f"tool_choice names {choice.function.name[:MAX_NAME_CHARS]!r}, which is none of tools", "tool_choice")
 
 
 def _no_tools(known: bool) -> ApiError:

@@ -9,6 +9,8 @@ from scheduler.http.sampling_fields import SamplingFields
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}(?!\\n)$")]
+Shown = Annotated[str | None, Meta(description="shown to the model if its chat template reads it; else a label")]
+Unserved = Annotated[Any, Meta(description="not served; null is taken", extra_json_schema={"type": "null"})]
 Label = Annotated[Any, Meta(description="a label of the client's; nothing depends on it")]
 
 
@@ -34,7 +36,8 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of an assistant's turn. `index` is taken too, since clients add up streamed calls."""
+    """A call of an assistant's turn. `index` is taken too, since clients add up streamed calls; nothing depends on it.
+    The model is shown `id` if its chat template reads it."""
 
     function: CalledFunction
     id: str = ""
@@ -43,14 +46,17 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn. Clients send an assistant's turn back as they got it, so that its empty fields are taken too."""
+    """One turn. Clients send an assistant's turn back as they got it, so that its empty fields are taken too. The model
+    is shown what its chat template reads."""
 
     role: Role
     content: str | list[Part] | None = None
-    name: str | None = None
-    reasoning_content: Annotated[str | None, Meta(description="what the assistant thought in this turn")] = None
+    name: Shown = None
+    reasoning_content: Annotated[
+        str | None, Meta(description="what the assistant thought; many chat templates read it of the last turns only")
+    ] = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Shown = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -139,3 +145,22 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     metadata: Label = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
+    functions: Unserved = None
+    function_call: Unserved = None
+    audio: Unserved = None
+    prediction: Unserved = None
+    web_search_options: Unserved = None
+    verbosity: Unserved = None
+    prompt_cache_retention: Unserved = None
+
+
+UNSERVED = {
+    "functions": "it is the older name of tools",
+    "function_call": "it is the older name of tool_choice",
+    "audio": "this engine serves text alone",
+    "prediction": "this engine takes no guesses of the answer",
+    "web_search_options": "this engine searches nothing",
+    "verbosity": "no chat template reads it",
+    "prompt_cache_retention": "prompts are cached as long as there is room",
+}
+"""Why the fields are not served that OpenAI's clients know, and may send as null."""

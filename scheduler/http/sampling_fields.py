@@ -1,6 +1,6 @@
 """The fields by which completions and chats alike say how answers are drawn."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -33,6 +33,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[Literal[False] | None, Meta(description="no padding is ever sent")] = None
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from scheduler.http.chat_requests import Tool
-from scheduler.http.errors import invalid
+from scheduler.http.errors import MAX_NAME_CHARS, invalid
 from scheduler.http.lark import Grammar, literal, one_of
 from scheduler.http.markers import CALL, CALL_END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from scheduler.http.tool_calls import CallForm
@@ -84,7 +84,7 @@ class _XmlParameters:
         return [self._parameter(name, value) + ("" if name in needed else "?") for name, value in properties.items()]
 
     def _parameter(self, name: str, schema: Any) -> str:
-        where = f"{self._where}.properties.{name}"
+        where = f"{self._where}.properties.{name[:MAX_NAME_CHARS]}"
         if not name or ">" in name or "\n" in name:
             raise invalid(f"{where}: this model's calls have no such names of parameters", "tools")
         opening = literal(f"{PARAMETER}{name}>\n")
@@ -130,5 +130,7 @@ def _length(value: Any, where: str) -> int:
 
 def _refuse(key: str, where: str) -> NoReturn:
     raise invalid(
-        f"{where}: {key} cannot be enforced in the form in which this model writes calls", "tools", "unsupported_schema"
+        f"{where}: {key[:MAX_NAME_CHARS]} cannot be enforced in the form in which this model writes calls",
+        "tools",
+        "unsupported_schema",
     )

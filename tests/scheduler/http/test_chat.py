@@ -279,6 +279,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prediction": {}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": []}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"store": True}, "store"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -320,6 +324,27 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     talk(tmp_path, JSON_CALLS, session)
 
 
+def test_names_that_clients_make_up_are_cut_in_errors(tmp_path: Path) -> None:
+    """Against the bound: no error is as long as what was sent."""
+    long = "n" * 50_000
+    schemas: list[dict[str, Any]] = [{long: 1}, {"properties": {long: {long: 1}}}, {"properties": {f"{long}>": {}}}]
+    requests: list[dict[str, Any]] = [
+        {"chat_template_kwargs": {long: 1}},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": long}}},
+        *(
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]}
+            for schema in schemas
+        ),
+    ]
+
+    async def session(client: Chats) -> None:
+        for request in requests:
+            error = await client.refused(**request)
+            assert "nnn" in error["message"] and len(json.dumps(error)) < 1000
+
+    talk(tmp_path, XML_CALLS, session)
+
+
 def test_tools_need_a_template_that_knows_them(tmp_path: Path) -> None:
     async def session(client: Chats) -> None:
         assert "tools" in (await client.refused(tools=TOOLS))["message"]
@@ -341,9 +366,18 @@ def test_labels_and_nulls_change_nothing(tmp_path: Path) -> None:
             "max_tokens",
             "seed",
             "stream_options",
+            "functions",
+            "function_call",
+            "audio",
+            "prediction",
+            "web_search_options",
+            "verbosity",
+            "prompt_cache_retention",
+            "modalities",
         )
         labels = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"}
-        whole = await client.whole(**dict.fromkeys(names), **labels, safety_identifier="s", modalities=["text"])
-        assert whole == await client.whole()
+        whole = await client.whole(**dict.fromkeys(names), **labels, safety_identifier="s")
+        assert whole == await client.whole(modalities=["text"])
+        assert whole == await client.streamed(stream_options={"include_obfuscation": False})
 
     talk(tmp_path, PLAIN, session)
