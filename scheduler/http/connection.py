@@ -2,14 +2,21 @@
 
 import asyncio
 import json
+import sys
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from scheduler.http.app import ABORT
+from scheduler.http.errors import RETRY_QUEUE_S
 
-MAX_CONNECTIONS = 1000
-"""Connections that are served at a time; a further one is told 503 and closed."""
+MAX_CONNECTIONS = 400 if sys.platform == "win32" else 800
+"""Connections that are served at a time. For a further one the connection that has been idle for longest is closed; if
+none is idle it is told 503. Windows waits for 512 at a time; elsewhere OPEN_FILES leave room for all else."""
+
+OPEN_FILES = 1024
+"""Files and sockets that the process must be allowed to have."""
 
 HEADERS_S = 30.0
 """Seconds within which a request's headers must have arrived, from the connection or from their first byte on."""
@@ -43,8 +50,9 @@ class Connection(HttpToolsProtocol):
         self._reading_since_s: float | None = self.loop.time()  # headers; None while none are awaited
         self._unread_nbytes = 0
         self._unread_since_s = self.loop.time()
+        self._idle_since_s = time.perf_counter()  # finer than the loop's clock
         self._watching = self.loop.call_later(WATCH_S, self._watch)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             self._refuse("503 Service Unavailable", "service_unavailable", "overloaded", "too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -88,6 +96,11 @@ class Connection(HttpToolsProtocol):
             self.cycle, ahead.keep_alive, self._deaf = ahead, False, True
             self.flow.resume_reading()
 
+    def on_response_complete(self) -> None:
+        """Idle from now on."""
+        self._idle_since_s = time.perf_counter()
+        super().on_response_complete()
+
     def send_400_response(self, msg: str) -> None:
         """What was sent is no HTTP."""
         self._refuse("400 Bad Request", "invalid_request_error", "malformed_http", "this is not HTTP/1.1")
@@ -97,6 +110,20 @@ class Connection(HttpToolsProtocol):
         """Whether a request has come whose answer is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _idle(self) -> bool:
+        """Whether nothing of a request has come, and nothing of an answer is left."""
+        begun = self._reading_since_s is not None and self._headers_nbytes > 0
+        return not (self._answering or begun or self.transport.is_closing() or self.transport.get_write_buffer_size())
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been idle for longest, but this; whether there was one."""
+        others = [one for one in self.connections if isinstance(one, Connection) and one is not self and one._idle]
+        if not others:
+            return False
+        min(others, key=lambda one: one._idle_since_s).transport.close()
+        return True
+
     def _refuse(self, status: str, kind: str, code: str, message: str) -> None:
         if self.transport.is_closing():
             return
@@ -104,6 +131,8 @@ class Connection(HttpToolsProtocol):
             error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
             body = json.dumps({"error": error})
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            if kind == "service_unavailable":
+                head += f"\r\nretry-after: {RETRY_QUEUE_S}"
             self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{body}".encode())
         self.transport.close()
 
@@ -120,3 +149,15 @@ class Connection(HttpToolsProtocol):
             self._unread_nbytes, self._unread_since_s = unread, now_s
         elif now_s - self._unread_since_s > UNREAD_S:
             self.transport.abort()
+
+
+def allow_open_files() -> None:
+    """Have the system allow OPEN_FILES, if it lets us; macOS begins with 256."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

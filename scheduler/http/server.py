@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from scheduler.http.connection import KEEP_ALIVE_S, Connection
+from scheduler.http.connection import KEEP_ALIVE_S, Connection, allow_open_files
 
 STOP_NOTICE_S = 1
 """Seconds that answers have to end when the process stops, and then connections."""
@@ -42,6 +42,7 @@ class HttpServer(uvicorn.Server):
 
     async def run_on(self, listener: socket.socket) -> None:
         """Serve until cancelled; then who is still being answered has STOP_NOTICE_S, and is cut off."""
+        allow_open_files()
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             await asyncio.shield(serving)

@@ -113,6 +113,12 @@ class HttpRig:
     def _busy(self) -> bool:
         return bool(self.server.server_state.tasks or self.front._answering or not self.front._idle.is_set())
 
+    async def there(self, count: int) -> None:
+        """Wait until there are so many connections."""
+        async with asyncio.timeout(10):
+            while len(self.server.server_state.connections) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
     async def gone(self, but: int = 0) -> None:
         """Wait until there are only so many connections. `http` keeps its own."""
         async with asyncio.timeout(10):

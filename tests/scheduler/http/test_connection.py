@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,16 +106,63 @@ def test_there_are_so_many_connections_and_no_more(
     async def main() -> None:
         async with serving(model) as rig:
             held = [Connection(rig.port) for _ in range(3)]
-            await asyncio.sleep(0.1)
+            for one in held:
+                await one.send(b"GET /health/live HTTP/1.1\r\n")  # begun
+            await rig.there(3)
             further = Connection(rig.port)
-            assert await refusal(further) == (b"503", "overloaded")
+            head, _, body = (await further.rest()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1" in head
+            assert json.loads(body)["error"]["code"] == "overloaded"
             further.close()
             for one in held:
+                await one.send(b"Host: 127.0.0.1\r\n\r\n")
+                await one.until(b"live")
                 one.close()
             await rig.gone()
             assert (await rig.http.get("/health/live")).status_code == 200
 
     on_loop(event_loop, main)
+
+
+def test_who_waits_makes_room_for_who_asks(model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has asked nothing for longest; not who gets an answer."""
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
+    health = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            rig.engine.worker.gate.clear()
+            asking, never, once = held = [Connection(rig.port) for _ in range(3)]
+            await asking.post(prompt=[5], max_tokens=3)
+            await rig.engine.settled(1)
+            await once.send(health)
+            await once.until(b"live")
+            for closed in (never, once):
+                held.append(Connection(rig.port))
+                await held[-1].send(health)
+                await held[-1].until(b"live")
+                assert await closed.receive() == b""
+            rig.engine.worker.gate.set()
+            await asking.until(b"text_completion")
+            for one in held:
+                one.close()
+            await rig.gone()
+
+    on_loop(event_loop, main)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limit")
+def test_so_many_sockets_are_allowed() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for soft, after in ((512, connection.OPEN_FILES), (1500, 1500)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, before[1]), before[1]))
+            connection.allow_open_files()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(after, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("together", [True, False])
