@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -10,6 +11,7 @@ import pytest
 
 from copyengine.wire.errors import RequestRefused
 from scheduler.chat_template import ChatTemplate
+from scheduler.http import openapi
 from scheduler.http.chat_prompt import chat_prompt
 from scheduler.http.chat_requests import ChatRequest
 from scheduler.http.completions import CompletionRequest, _check, _parts
@@ -20,6 +22,8 @@ from scheduler.http.routes import ROUTES
 from scheduler.http.sampling_fields import sampling_of
 from scheduler.protocol import Generate
 from scheduler.validate import check_generate
+from tests.scheduler.http.rig import serving
+from tests.scheduler.rig import on_loop
 
 MODEL = "org/made-up"
 DOCUMENTS = {has_key: document(ROUTES, MODEL, has_key) for has_key in (False, True)}
@@ -46,6 +50,25 @@ def test_every_route_is_described_and_nothing_else() -> None:
     described = [(method, path) for method, path, _ in operations(DOCUMENTS[False])]
     assert sorted(described) == sorted((route.method, route.path) for route in ROUTES)
     assert ("GET", "/openapi.json") in described and ("POST", "/v1/completions") in described
+
+
+def test_it_is_made_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(routes: Any, name: str, has_key: bool) -> dict[str, Any]:
+        made.append(name)
+        return document(routes, name, has_key)
+
+    monkeypatch.setattr(openapi, "document", counted)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            rig.front.model = "once"
+            first, second = [(await rig.http.get("/openapi.json")).content for _ in range(2)]
+            assert made == ["once"] and first == second
+            assert json.loads(first) == json.loads(msgspec.json.encode(document(ROUTES, "once", False)))
+
+    on_loop("selector", main)
 
 
 def test_operations_have_names_of_their_own() -> None:
