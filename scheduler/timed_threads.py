@@ -11,8 +11,7 @@ from copyengine.wire.errors import RequestRefused
 T = TypeVar("T")
 
 KEEPALIVE_S = 5.0
-"""A request that has waited for one to two times as long gets an empty Tokens: its client sees that we live, and we see
-whether it does."""
+"""Seconds between two looks at whether who waits for a work is still there."""
 
 
 class TimedThreads:

@@ -19,7 +19,7 @@ from scheduler.http.app import App
 from scheduler.http.config import HttpConfig
 from scheduler.http.default_sampling import read_default_sampling
 from scheduler.http.front import Front
-from scheduler.http.listening import is_loopback, open_listener, read_key, url
+from scheduler.http.listening import is_loopback, open_listener, reachable_url, read_key, url
 from scheduler.http.routes import ROUTES
 from scheduler.http.server import HttpServer
 from scheduler.tokenize import load_text_codec
@@ -33,7 +33,7 @@ async def serve(config: HttpConfig, orders: Orders) -> int:
     listener = open_listener(config.http_host, config.http_port)
     with listener:
         address = url(config.http_host, listener.getsockname()[1])
-        announce(Listening(address))
+        announce(Listening(reachable_url(config.http_host, listener.getsockname()[1])))
         if not is_loopback(config.http_host):
             log.warning("HTTP is served on %s, which other machines may reach%s", address, _open_to_all(key))
         text = load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from copyengine.wire.errors import ConfigError
-from scheduler.http.listening import is_loopback, open_listener, read_key, url
+from scheduler.http.listening import is_loopback, open_listener, reachable_url, read_key, url
 
 
 def test_a_listener_takes_connections_and_keeps_its_port_to_itself() -> None:
@@ -45,6 +45,7 @@ def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) ->
 
 
 def test_addresses_as_clients_write_them() -> None:
+    assert reachable_url("0.0.0.0", 80) == "http://127.0.0.1:80" and reachable_url("::", 80) == "http://[::1]:80"
     assert url("127.0.0.1", 80) == "http://127.0.0.1:80" and url("::1", 80) == "http://[::1]:80"
 
 

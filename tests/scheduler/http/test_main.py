@@ -47,6 +47,7 @@ class Front:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
+        self.endpoint = ""
 
     async def event(self) -> Any:
         assert self.process.stdout
@@ -75,6 +76,7 @@ async def started(model: Path, rig: Rig, *flags: str) -> AsyncIterator[tuple[Fro
     try:
         listening = await front.event()
         assert isinstance(listening, Listening) and listening.endpoint.startswith("http://")
+        front.endpoint = listening.endpoint
         ready = await front.event()
         assert isinstance(ready, Ready) and ready.facts["model"] == model.name
         yield front, int(listening.endpoint.rsplit(":", 1)[1])
@@ -116,6 +118,7 @@ def test_it_says_so_when_other_machines_reach_it(model: Path) -> None:
         async with engine(model) as rig:
             for key, advice in (((), "; anyone there may use it: set --api-key\n"), (("--api-key", "k"), "reach\n")):
                 async with started(model, rig, "--http-host", "0.0.0.0", *key) as (front, port):
+                    assert front.endpoint == f"http://127.0.0.1:{port}", "what the Ready block has"
                     async with httpx.AsyncClient() as http:
                         reply = await http.get(f"http://127.0.0.1:{port}/v1/models")
                     assert reply.status_code == (401 if key else 200)
