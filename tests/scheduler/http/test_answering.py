@@ -13,6 +13,7 @@ from copyengine.wire.errors import PeerDied
 from scheduler.client import Client
 from scheduler.http import answering, sse, writing
 from scheduler.http.answering import Answering, End, Piece, Prompt, TooSlow, merged
+from scheduler.http.connection import Connection as HttpConnection
 from scheduler.protocol import Choice, Sampling, Timing, Usage
 from tests.scheduler.http.rig import Connection, HttpRig, serving
 from tests.scheduler.rig import expected, on_loop
@@ -239,9 +240,11 @@ def test_a_client_that_reads_late_gets_everything(model: Path) -> None:
     async def main() -> None:
         async with serving(model) as rig:
             late = Connection(rig.port, receive_nbytes=4096)
-            await late.post(prompt=[5], max_tokens=1500, stream=True, logprobs=5, ignore_eos=True)
+            await late.post(prompt=[5], max_tokens=1500, stream=True, logprobs=20, ignore_eos=True)
             got = await late.until(b"data: ")
             await rig.engine.settled()
+            (served,) = rig.server.server_state.connections
+            assert isinstance(served, HttpConnection) and served.flow.write_paused
             got += await late.until(b"[DONE]")
             late.close()
             told = [json.loads(part.partition(b"\n\n")[0]) for part in got.split(b"data: ")[1:-1]]

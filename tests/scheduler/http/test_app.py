@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from scheduler.http import reading
+from scheduler.http.app import App
 from scheduler.http.errors import ErrorReply
 from tests.scheduler.http.rig import Connection, serving
 from tests.scheduler.rig import on_loop
@@ -135,7 +136,11 @@ def test_bodies_have_a_bound_together(model: Path) -> None:
             for one in held:
                 await one.send(b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n")
                 await one.send(b"Content-Length: 1000\r\n\r\n" + body_of(1000)[:-1])
-            await asyncio.sleep(0.2)
+            app = rig.server.config.app
+            assert isinstance(app, App)
+            async with asyncio.timeout(10):
+                while app._room.held_nbytes < 8 * 999:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
             reply = await rig.http.post("/v1/completions", content=body_of(900), headers=JSON)
             assert error_of(reply) == (503, "overloaded") and reply.headers["retry-after"] == "1"
             for one in held:
