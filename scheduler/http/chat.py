@@ -20,7 +20,7 @@ from scheduler.http.chat_replies import (
     ChatReply,
     Delta,
     DeltaChoice,
-    TokenLogprob,
+    PlaceLogprobs,
     TopLogprob,
 )
 from scheduler.http.chat_requests import ChatRequest
@@ -29,8 +29,7 @@ from scheduler.http.front import Call, Front, Route
 from scheduler.http.sampling_fields import sampling_of
 from scheduler.http.sse import DONE, EventStream, event
 from scheduler.http.usage import StreamUsage, UsageReply, usage_reply
-from scheduler.protocol import Logprobs
-from scheduler.protocol import TokenLogprob as EngineLogprob
+from scheduler.protocol import Logprobs, TokenLogprob
 from scheduler.token_bytes import token_bytes
 from scheduler.tokenize import TextCodec
 
@@ -93,11 +92,11 @@ class _Chat:
             return None
         return ChatLogprobs([self._place(place) for place in places])
 
-    def _place(self, place: Logprobs) -> TokenLogprob:
+    def _place(self, place: Logprobs) -> PlaceLogprobs:
         drawn = self._token(place.drawn)
-        return TokenLogprob(drawn.token, drawn.logprob, drawn.bytes, [self._token(one) for one in place.top])
+        return PlaceLogprobs(drawn.token, drawn.logprob, drawn.bytes, [self._token(one) for one in place.top])
 
-    def _token(self, one: EngineLogprob) -> TopLogprob:
+    def _token(self, one: TokenLogprob) -> TopLogprob:
         own = token_bytes(self._text.token_name(one.token_id), one.text)
         return TopLogprob(one.text, one.logprob, list(own))
 

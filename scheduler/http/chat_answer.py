@@ -1,7 +1,6 @@
 """One answer of a chat: its text becomes thinking, content and calls of tools. Pure, but that calls get random ids."""
 
 import secrets
-from collections.abc import Callable
 
 from msgspec import UNSET
 
@@ -67,7 +66,3 @@ class ChatAnswer:
         call_id, name, arguments = self._calls[event.index]
         self._calls[event.index] = (call_id, name, arguments + event.text)
         return ReplyCall(ReplyFunction(event.text), event.index)
-
-
-AnswerMaker = Callable[[], ChatAnswer]
-"""Makes the reader of one choice."""

@@ -8,7 +8,7 @@ from scheduler.http.chat_prompt import chat_prompt
 from scheduler.http.chat_requests import UNSERVED, ChatRequest, Tool, ToolChoice
 from scheduler.http.errors import MAX_NAME_CHARS, ApiError, invalid, unsupported
 from scheduler.http.markers import FUNCTION, THINK_END
-from scheduler.http.output_format import Calls, answer_grammar, answer_schema, check_schema
+from scheduler.http.output_format import WantedCalls, answer_grammar, answer_schema, check_schema
 from scheduler.http.reasoning import ReasoningSplitter
 from scheduler.http.tool_calls import ToolCallParser, call_form
 from scheduler.http.tool_calls_json import JsonToolCalls
@@ -66,7 +66,7 @@ def offered(request: ChatRequest) -> Sequence[Tool]:
     return [] if request.tool_choice == "none" else tools
 
 
-def wanted_calls(request: ChatRequest, tools: Sequence[Tool], template: ChatTemplate) -> Calls | None:
+def wanted_calls(request: ChatRequest, tools: Sequence[Tool], template: ChatTemplate) -> WantedCalls | None:
     """Which calls the answer may or must have; None if it is to have none."""
     choice = request.tool_choice
     if not tools:
@@ -78,8 +78,8 @@ def wanted_calls(request: ChatRequest, tools: Sequence[Tool], template: ChatTemp
         raise _no_tools("tools" in template.variables)
     several = request.parallel_tool_calls is not False
     if isinstance(choice, ToolChoice):
-        return Calls([_chosen(choice, tools)], form, must=True, several=False)
-    return Calls(tools, form, choice == "required", several)
+        return WantedCalls([_chosen(choice, tools)], form, must=True, several=False)
+    return WantedCalls(tools, form, choice == "required", several)
 
 
 def _chosen(choice: ToolChoice, tools: Sequence[Tool]) -> Tool:

@@ -18,7 +18,7 @@ class TopLogprob(Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(Struct, frozen=True):
+class PlaceLogprobs(Struct, frozen=True):
     """The same of a token of the answer, and of the likeliest ones in its place."""
 
     token: str
@@ -30,7 +30,7 @@ class TokenLogprob(Struct, frozen=True):
 class ChatLogprobs(Struct, frozen=True):
     """Of each token of the answer, thinking and calls included."""
 
-    content: list[TokenLogprob]
+    content: list[PlaceLogprobs]
     refusal: None = None
 
 

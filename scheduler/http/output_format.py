@@ -18,11 +18,11 @@ Thinking = Literal["never", "may", "opened"]
 SCHEMA_DEPTH = 128
 """Objects and lists in each other."""
 
-_BLANKS = "/[ \\n]{0,4}/"
+_GAP = "/[ \\n]{0,4}/"
 """Between thinking and what is bound."""
 
 
-class Calls(Struct, frozen=True):
+class WantedCalls(Struct, frozen=True):
     """The tools that an answer may call, how calls are written, and which of them it must make.
 
     `must`: at least one; `several`: more than one, too.
@@ -67,7 +67,7 @@ def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def answer_grammar(
-    schema: Mapping[str, Any] | None, wanted: Calls | None, thinking: Thinking, tokens: Mapping[str, int]
+    schema: Mapping[str, Any] | None, wanted: WantedCalls | None, thinking: Thinking, tokens: Mapping[str, int]
 ) -> str:
     """The grammar of an answer; "" if it is free. `tokens`: the added tokens that it may hold, by their text.
 
@@ -85,7 +85,7 @@ def answer_grammar(
         return grammar.source(_thought(grammar, thinking, "") + _text_with_calls(grammar, wanted))
     else:
         return ""
-    return grammar.source(_thought(grammar, thinking, _BLANKS) + body)
+    return grammar.source(_thought(grammar, thinking, _GAP) + body)
 
 
 def _thought(grammar: Grammar, thinking: Thinking, blanks: str) -> str:
@@ -95,7 +95,7 @@ def _thought(grammar: Grammar, thinking: Thinking, blanks: str) -> str:
     return f"{thought} " if thinking == "opened" else f"({grammar.marker(THINK)} {thought})? "
 
 
-def _text_with_calls(grammar: Grammar, wanted: Calls) -> str:
+def _text_with_calls(grammar: Grammar, wanted: WantedCalls) -> str:
     ends = _ends(grammar, wanted)
     call = grammar.rule(f"{grammar.up_to(CALL)} ({' | '.join(ends)})")
     if wanted.several:
@@ -103,7 +103,7 @@ def _text_with_calls(grammar: Grammar, wanted: Calls) -> str:
     return f"({grammar.without(CALL)} | {call} {literal(chr(10))}?)"
 
 
-def _ends(grammar: Grammar, wanted: Calls) -> list[str]:
+def _ends(grammar: Grammar, wanted: WantedCalls) -> list[str]:
     """A rule for each tool's call. Schemas of tools that are not strict bind only where there must be calls."""
     free: Binding = "loose" if wanted.must else "free"
     return [

@@ -14,13 +14,14 @@ from tokenizers import Tokenizer
 from scheduler.http.chat_requests import FunctionTool, JsonSchemaFormat, ResponseFormat, Tool
 from scheduler.http.errors import ApiError
 from scheduler.http.lark import Grammar, literal
-from scheduler.http.output_format import Calls, Thinking, answer_grammar, answer_schema
+from scheduler.http.output_format import Thinking, WantedCalls, answer_grammar, answer_schema
 from scheduler.http.reasoning import ReasoningSplitter
-from scheduler.http.tool_calls import CallForm, whole_calls
+from scheduler.http.tool_calls import CallForm
 from scheduler.http.tool_calls_json import JsonToolCalls
 from scheduler.http.tool_calls_xml import XmlToolCalls
 from scheduler.http.tool_schema import ToolSchema
 from scheduler.tokenize import MARKERS
+from tests.scheduler.http.read_calls import whole_calls
 from tests.scheduler.rig import CORPUS, EOS_TEXT, train_tokenizer
 
 FORMS: list[CallForm] = ["json", "xml"]
@@ -102,7 +103,7 @@ def test_which_schema_an_answer_has() -> None:
 
 def test_what_is_free_has_no_grammar() -> None:
     assert answer_grammar(None, None, "may", {}) == ""
-    assert answer_grammar(None, Calls([tool("f", SCHEMA)], "json", must=False, several=True), "may", {}) == ""
+    assert answer_grammar(None, WantedCalls([tool("f", SCHEMA)], "json", must=False, several=True), "may", {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -147,19 +148,21 @@ def test_json_after_thinking(text: Text, thinking: Thinking, answer: str, matche
     ],
 )
 def test_calls_as_json(text: Text, must: bool, several: bool, answer: str, matches: bool) -> None:
-    wanted = Calls([tool("f", SCHEMA), tool("g")], "json", must, several)
+    wanted = WantedCalls([tool("f", SCHEMA), tool("g")], "json", must, several)
     assert text.matches(answer_grammar(None, wanted, "may", text.tokens), answer) is matches
 
 
 def test_arguments_are_an_object_whatever_the_schema_leaves_open(text: Text) -> None:
-    grammar = answer_grammar(None, Calls([tool("f", {"required": ["a"]})], "json", True, False), "never", text.tokens)
+    grammar = answer_grammar(
+        None, WantedCalls([tool("f", {"required": ["a"]})], "json", True, False), "never", text.tokens
+    )
     assert text.matches(grammar, json_call("f", '{"a": 1}')) and not text.matches(grammar, json_call("f", "5"))
     with pytest.raises(ApiError, match="no schema of an object"):
-        answer_grammar(None, Calls([tool("f", {"type": ["null", "array"]})], "json", True, False), "never", {})
+        answer_grammar(None, WantedCalls([tool("f", {"type": ["null", "array"]})], "json", True, False), "never", {})
 
 
 def test_a_strict_tool_binds_calls_among_text(text: Text) -> None:
-    wanted = Calls([tool("f", SCHEMA, True), tool("g", SCHEMA)], "json", must=False, several=True)
+    wanted = WantedCalls([tool("f", SCHEMA, True), tool("g", SCHEMA)], "json", must=False, several=True)
     grammar = answer_grammar(None, wanted, "opened", text.tokens)
     for answer, matches in (
         ("so</think>hello", True),
@@ -172,7 +175,7 @@ def test_a_strict_tool_binds_calls_among_text(text: Text) -> None:
 
 
 def test_json_or_calls(text: Text) -> None:
-    grammar = answer_grammar(SCHEMA, Calls([tool("f", SCHEMA)], "json", False, True), "may", text.tokens)
+    grammar = answer_grammar(SCHEMA, WantedCalls([tool("f", SCHEMA)], "json", False, True), "may", text.tokens)
     for answer, matches in (
         ('{"a": 1}', True),
         (json_call("f", '{"c": 1}'), True),
@@ -217,14 +220,14 @@ XML_SCHEMA: dict[str, Any] = {
 )
 def test_calls_as_xml(text: Text, values: dict[str, str], matches: bool) -> None:
     for strict in (True, False):
-        wanted = Calls([tool("g"), tool("f", XML_SCHEMA, strict)], "xml", True, True)
+        wanted = WantedCalls([tool("g"), tool("f", XML_SCHEMA, strict)], "xml", True, True)
         grammar = answer_grammar(None, wanted, "never", text.tokens)
         assert text.matches(grammar, xml_call("f", **values)) is matches
         assert text.matches(grammar, xml_call("g") + "\n" + xml_call("f", **values)) is matches
 
 
 def test_tools_that_are_not_strict_may_be_called_otherwise_among_text(text: Text) -> None:
-    wanted = Calls([tool("g", strict=True), tool("f", XML_SCHEMA)], "xml", False, True)
+    wanted = WantedCalls([tool("g", strict=True), tool("f", XML_SCHEMA)], "xml", False, True)
     grammar = answer_grammar(None, wanted, "never", text.tokens)
     assert text.matches(grammar, "hello " + xml_call("f", other="x", text="a") + " so")
     assert not text.matches(grammar, "hello " + xml_call("g", other="x"))
@@ -247,7 +250,7 @@ def test_tools_that_are_not_strict_may_be_called_otherwise_among_text(text: Text
     ],
 )  # fmt: skip
 def test_what_xml_cannot_enforce_is_refused_by_name(schema: dict[str, Any], named: str) -> None:
-    wanted = Calls([tool("f"), tool("g", schema, True)], "xml", True, True)
+    wanted = WantedCalls([tool("f"), tool("g", schema, True)], "xml", True, True)
     with pytest.raises(ApiError, match=named) as refused:
         answer_grammar(None, wanted, "never", {})
     assert "tools[1].function" in refused.value.body.error.message and refused.value.body.error.param == "tools"
@@ -255,7 +258,7 @@ def test_what_xml_cannot_enforce_is_refused_by_name(schema: dict[str, Any], name
 
 def test_text_that_cannot_be_bound_is_free_where_a_tool_is_not_strict(text: Text) -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": "x", "maxLength": 3}}, "required": ["a"]}
-    grammar = answer_grammar(None, Calls([tool("f", schema)], "xml", True, True), "never", text.tokens)
+    grammar = answer_grammar(None, WantedCalls([tool("f", schema)], "xml", True, True), "never", text.tokens)
     assert text.matches(grammar, xml_call("f", a="abc")) and not text.matches(grammar, xml_call("f", a="abcd"))
 
 
@@ -266,7 +269,7 @@ def test_a_grammar_does_not_outgrow_what_the_engine_takes() -> None:
         "$defs": {"large": {"type": "array", "items": {"enum": ["x" * 100] * 1000}}},
     }
     with pytest.raises(ApiError, match="a grammar of more than") as refused:
-        answer_grammar(None, Calls([tool("f", schema)], "xml", True, True), "never", {})
+        answer_grammar(None, WantedCalls([tool("f", schema)], "xml", True, True), "never", {})
     assert refused.value.body.error.code == "invalid_grammar"
 
 
@@ -278,7 +281,7 @@ def test_what_is_drawn_is_read_as_calls_whose_arguments_validate(text: Text, for
     ended = 0
     for seed in range(30):
         must = seed % 2 == 0 or not text.tokens
-        wanted = Calls([tool("f", XML_SCHEMA, True)], form, must, seed % 3 == 0)
+        wanted = WantedCalls([tool("f", XML_SCHEMA, True)], form, must, seed % 3 == 0)
         answer = text.drawn(answer_grammar(None, wanted, thinking, text.tokens), seed)
         if answer is None:
             continue

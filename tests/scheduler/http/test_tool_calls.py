@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.http.markers import LAYOUT_CHARS
-from scheduler.http.tool_calls import CallArguments, CallBegan, Content, ToolCallParser, call_form, whole_calls
+from scheduler.http.tool_calls import CallArguments, CallBegan, Content, ToolCallParser, call_form
 from scheduler.http.tool_calls_json import WHOLE_CHARS, JsonToolCalls, ObjectEnd
 from scheduler.http.tool_calls_xml import XmlToolCalls
 from scheduler.http.tool_schema import ToolSchema
 from tests.scheduler.chat_templates import JSON_CALLS, XML_CALLS
 from tests.scheduler.http.cuts import cut, cuts, texts_of
+from tests.scheduler.http.read_calls import whole_calls
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
