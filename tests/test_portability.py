@@ -29,7 +29,7 @@ ALLOWED = {
     ("copyengine/checkpoint/direct.py", "O_DIRECT"): "behind getattr; files are read as any others without",
     ("copyengine/available.py", "/proc"): "where it is not there are no control groups",
     ("copyengine/available.py", "/sys/"): "likewise",
-    ("scheduler/http/connection.py", "resource"): "Windows returns before it, and has no such limit",
+    ("scheduler/http/connection.py", "resource"): "caught where there is none, since there is no such limit",
     ("launch.py", "SIGHUP"): "behind hasattr",
 }
 """(file, what): why it does no harm."""
