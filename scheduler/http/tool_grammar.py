@@ -9,7 +9,7 @@ from scheduler.http.errors import MAX_NAME_CHARS, invalid
 from scheduler.http.lark import Grammar, literal, one_of
 from scheduler.http.markers import CALL, CALL_END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from scheduler.http.tool_calls import CallForm
-from scheduler.http.tool_schema import TEXT, ToolSchema
+from scheduler.http.tool_schema import ANY, TEXT, ToolSchema
 
 ABOUT = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 """What a schema may say besides, which binds nothing."""
@@ -73,7 +73,7 @@ class _XmlParameters:
 
     def rules(self) -> list[str]:
         """An expression for each."""
-        schema = _mapping(self._schema.resolved(self._schema.root), self._where)
+        schema = _mapping(self._resolved(self._schema.root, self._where), self._where)
         self._only(schema, _OBJECT, self._where)
         properties = dict(_mapping(schema.get("properties", {}), f"{self._where}.properties"))
         required = schema.get("required", [])
@@ -92,7 +92,7 @@ class _XmlParameters:
 
     def _value(self, schema: Any, where: str) -> str:
         end = literal(_VALUE_END)
-        target = {} if schema is True else _mapping(self._schema.resolved(schema), where)
+        target = {} if schema is True else _mapping(self._resolved(schema, where), where)
         allowed = self._schema.types(schema)
         if "string" not in allowed:
             root = self._schema.root
@@ -109,6 +109,19 @@ class _XmlParameters:
         least = _length(target.get("minLength", 0), where) if text else 0
         most = _length(target["maxLength"], where) if text and "maxLength" in target else None
         return self._grammar.rule(self._grammar.text_without(PARAMETER_END, least, most), f"[suffix={end}]")
+
+    def _resolved(self, schema: Any, where: str) -> Any:
+        """What `schema` refers to, or itself. If calls are to be exact, it is there, and of types that there are."""
+        target = self._schema.resolved(schema)
+        if self._exact and self._schema.target(schema) is None:
+            raise invalid(f"{where}.$ref leads nowhere", "tools", "unsupported_schema")
+        stated = target.get("type") if self._exact and isinstance(target, Mapping) else None
+        for name in stated if isinstance(stated, list) else () if stated is None else (stated,):
+            if not isinstance(name, str) or name not in ANY:
+                raise invalid(
+                    f"{where}.type: there is no type {str(name)[:MAX_NAME_CHARS]!r}", "tools", "unsupported_schema"
+                )
+        return target
 
     def _only(self, schema: Mapping[str, Any], known: frozenset[str], where: str) -> None:
         for key in schema:

@@ -35,13 +35,18 @@ class ToolSchema:
         self._targets: dict[int, Any] = {}
         self._stated_words: dict[int, frozenset[str]] = {}
 
-    def resolved(self, part: Any) -> Any:
-        """The part that `part` refers to, if it does, or itself; {} if that is not there."""
+    def target(self, part: Any) -> Any:
+        """The part that `part` refers to, if it does, or itself; None if that is not there."""
         for _ in range(DEPTH):
             if not _refers(part):
                 return part
             part = self._target(part)
-        return {}
+        return None
+
+    def resolved(self, part: Any) -> Any:
+        """The same; {} if it is not there."""
+        target = self.target(part)
+        return {} if target is None else target
 
     def types(self, part: Any, depth: int = DEPTH) -> frozenset[str]:
         """The names of the types that values of `part` may have; ANY if it does not say."""
@@ -101,7 +106,7 @@ class ToolSchema:
         return allowed or ANY
 
     def _target(self, part: Mapping[str, Any]) -> Any:
-        """What a reference like "#/$defs/name" points to; {} if to nothing."""
+        """What a reference like "#/$defs/name" points to; None if to nothing."""
         if id(part) not in self._targets:
             self._targets[id(part)] = _at(self.root, part["$ref"])
         return self._targets[id(part)]
@@ -138,10 +143,10 @@ def _refers(part: Any) -> bool:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """What a reference like "#/$defs/name" points to; {} if to nothing."""
+    """What a reference like "#/$defs/name" points to; None if to nothing."""
     if not reference.startswith("#"):
-        return {}
+        return None
     for name in reference[1:].split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         root = root.get(name) if isinstance(root, Mapping) else None
-    return {} if root is None else root
+    return root

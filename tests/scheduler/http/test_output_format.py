@@ -262,6 +262,25 @@ def test_text_that_cannot_be_bound_is_free_where_a_tool_is_not_strict(text: Text
     assert text.matches(grammar, xml_call("f", a="abc")) and not text.matches(grammar, xml_call("f", a="abcd"))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/none"},
+        {"properties": {"a": {"$ref": "#/$defs/none"}}},
+        {"properties": {"a": {"$ref": "file:///etc/x"}}},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}},
+        {"properties": {"a": {"type": "text"}}},
+        {"properties": {"a": {"type": ["string", 1]}}},
+    ],
+)
+def test_a_strict_tool_whose_schema_binds_nothing_is_refused(schema: dict[str, Any]) -> None:
+    """A reference to nothing or to itself, and a type that there is none of."""
+    for must in (True, False):
+        with pytest.raises(ApiError, match=r"tools\[0\]") as refused:
+            answer_grammar(None, WantedCalls([tool("f", schema, True)], "xml", must, True), "never", {})
+        assert refused.value.body.error.code == "unsupported_schema"
+
+
 def test_a_grammar_does_not_outgrow_what_the_engine_takes() -> None:
     """Many parameters beside a large definition, which each one's JSON may refer to: 100 MB, were it made."""
     schema = {
