@@ -16,6 +16,7 @@ from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, Slotstrea
 from copyengine.wire.lifecycle import EXIT_CONFIG
 from copyengine.wire.loop import loop_factory
 from scheduler.client import DEFAULT_ENDPOINT, Answer, Client
+from scheduler.json_grammar import json_of
 from scheduler.protocol import Finished, Message, Sampling
 from scheduler.validate import SEEDS
 
@@ -159,7 +160,7 @@ def json_grammar(text: str) -> str:
     """The grammar of the answers that match a schema. ArgumentTypeError if there is no JSON object."""
     try:
         schema = text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")
-        return f"start: %json {msgspec.json.encode(msgspec.json.decode(schema, type=dict)).decode()}"
+        return f"start: {json_of(msgspec.json.decode(schema, type=dict))}"
     except (OSError, ValueError) as error:  # also of a file that is not UTF-8, and of JSON that is none
         raise argparse.ArgumentTypeError(f"no JSON schema can be read from {text[:100]!r}: {error}") from None
 

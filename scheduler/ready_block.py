@@ -21,7 +21,7 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str,
     kv_where = " of pinned host memory" if placement.gpus and facts["kv_placement"] == "host" else ""
     lines = {
         "endpoint": endpoint,
-        **({"HTTP": f"{url}/v1"} if url else {}),
+        **({"HTTP": f"{url}/v1", "live page": f"{url}/"} if url else {}),
         "model": f"{facts['model']} ({model.spec.architecture}, {facts['dtype']}{weights})",
         "workers": f"{facts['workers']} on {facts['device']}{shares}",
         "device": f"{placement.device}, {placement.reason}",

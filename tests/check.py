@@ -1,6 +1,7 @@
 """Everything a change must pass: `python -m tests.check`; with `--gpu` also the tests that need a CUDA device, with
 `--no-tests` all but pytest, for a CI that ran it."""
 
+import argparse
 import subprocess
 import sys
 import time
@@ -24,8 +25,12 @@ def commands(tests: bool, gpu: bool) -> list[tuple[str, ...]]:
 
 def main(argv: Sequence[str]) -> int:
     """Run all commands, also after one failed; 0 if each passed."""
+    flags = argparse.ArgumentParser(prog="python -m tests.check", description="Run all that a change must pass.")
+    flags.add_argument("--gpu", action="store_true", help="also the tests that need a CUDA device")
+    flags.add_argument("--no-tests", action="store_true", help="format, lint and types alone")
+    asked = flags.parse_args(argv)
     failed = []
-    for command in commands(tests="--no-tests" not in argv, gpu="--gpu" in argv):
+    for command in commands(tests=not asked.no_tests, gpu=asked.gpu):
         print(f"== {' '.join(command)}", flush=True)
         start = time.monotonic()
         code = subprocess.run([sys.executable, "-m", *command], check=False).returncode

@@ -205,7 +205,7 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
 def test_the_ready_block_says_where_http_is_served(made_up: Model) -> None:
     placement = Placement((), "process", "--device says so", "")
     block = ready_block(made_up, placement, Ready(FACTS), "tcp://127.0.0.1:1", "http://127.0.0.1:8000")
-    assert "  HTTP        http://127.0.0.1:8000/v1\n" in block
+    assert "  HTTP        http://127.0.0.1:8000/v1\n  live page   http://127.0.0.1:8000/\n" in block
     assert "              curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{" in block
 
 

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler.http.errors import invalid
+from scheduler.json_grammar import json_of
 from scheduler.validate import MAX_GRAMMAR_CHARS
-
-JSON_BLANKS = "[ \\n\\t]{1,16}"
-"""What may stand between the parts of a JSON text: unbounded, a model may go on with blanks for ever."""
 
 ANY_TEXT = "(?s:.*)"
 
@@ -37,7 +35,7 @@ class Grammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON text that the schema allows."""
-        return self._add("r", f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': JSON_BLANKS}})}")
+        return self._add("r", json_of(schema))
 
     def marker(self, text: str) -> str:
         """An expression for `text`, which may be one token."""
