@@ -145,6 +145,7 @@ def preflight(config: LaunchConfig, say: Callable[[str], object]) -> Preflight:
     model, placement, plan = inspect(config, say)
     budget = plan.settled(wanted(config, config.workers))
     check_serving(config, model, budget)
+    check_port(config)
     for note in budget.notes:
         say(f"note: {note}")
     return Preflight(model, placement, budget)
@@ -153,7 +154,6 @@ def preflight(config: LaunchConfig, say: Callable[[str], object]) -> Preflight:
 def check_serving(config: ServingConfig, model: Model, budget: Budget) -> None:
     """ConfigError if a scheduler with these sizes would refuse to serve."""
     max_model_len(config, model.spec.max_position, budget.kv_tokens)
-    check_port(config)
 
 
 def wanted(config: ServingConfig, workers: int = 1) -> Wanted:

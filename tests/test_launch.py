@@ -330,8 +330,11 @@ def test_a_check_starts_nothing_and_says_whether_a_start_would_go_through(
     """Exit code 0 with a table, or 2 with the table and one line that names a flag; the flag's value passes."""
     free_host_memory(monkeypatch, 20 * GB)
     monkeypatch.setattr(launch, "Engine", AssertionError("something is started"))
-    common = ["--check", "--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0"]
-    assert launch.main(common) == 0
+    common = ["--check", "--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory)]
+    with socket.socket() as other:  # an engine may run already, where this one would listen
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert launch.main([*common, "--port", str(other.getsockname()[1])]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "host memory\n  expert banks" in out and "decode hit rate" in out and out.endswith("it fits\n")
     free_host_memory(monkeypatch, 10 * GB)
