@@ -5,11 +5,16 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
+from copyengine.wire.errors import RequestRefused
 from scheduler.http.errors import invalid, not_loaded
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.limits import TokenId
 from scheduler.http.models import json_response
 from scheduler.protocol import Message
+
+MEASURED = 4
+"""A text may have so many times the tokens of a request, for who wants to know by how much it is too long. Unbounded,
+the tokenizer would take some 150 bytes of memory for each character."""
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +51,7 @@ class DetokenizeReply(Struct, frozen=True):
 
 
 async def tokenize(front: Front, call: Call[TokenizeRequest]) -> Response:
-    """Token ids of a text or chat, however long."""
+    """Token ids of a text or chat, which may be longer than a request may be, but not without end."""
     request = call.body
     front.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -56,7 +61,7 @@ async def tokenize(front: Front, call: Call[TokenizeRequest]) -> Response:
     max_model_len = await front.engine.max_model_len()
     if not max_model_len:
         raise not_loaded()
-    tokens = await front.encode(lambda: _encode(front, request))
+    tokens = await front.encode(lambda: _encode(front, request, MEASURED * max_model_len))
     return json_response(TokenizeReply(len(tokens), max_model_len, tokens))
 
 
@@ -71,14 +76,26 @@ async def detokenize(front: Front, call: Call[DetokenizeRequest]) -> Response:
     return json_response(DetokenizeReply(await front.encode(lambda: front.text.decode(call.body.tokens))))
 
 
-def _encode(front: Front, request: TokenizeRequest) -> list[int]:
+def _encode(front: Front, request: TokenizeRequest, most: int) -> list[int]:
+    """ApiError for what is certain to have more than `most` tokens: that is not encoded."""
+    try:
+        return _encoded(front, request, most)
+    except RequestRefused as error:
+        if error.code != "context_length_exceeded":
+            raise
+        field = "messages" if request.prompt is None else "prompt"
+        text = f"{field} has more than {most} tokens, {MEASURED} times what a request may have"
+        raise invalid(text, field, error.code) from None
+
+
+def _encoded(front: Front, request: TokenizeRequest, most: int) -> list[int]:
     special, text = request.add_special_tokens, request.prompt
     if text is None:
         chat = [{"role": message.role, "content": message.content} for message in request.messages or []]
         generation = request.add_generation_prompt is not False
         text = front.text.template().render(chat, add_generation_prompt=generation)
         special = bool(special)
-    return front.text.encode_rendered(text) if special is False else front.text.encode_prompt(text)
+    return front.text.encode_rendered(text, most) if special is False else front.text.encode_prompt(text, most)
 
 
 ROUTES = [

@@ -199,13 +199,16 @@ def test_a_request_sent_before_the_answer_to_the_one_ahead(model: Path, event_lo
 LONG = 300_000
 """Words whose token ids are more than the system holds for who does not read."""
 
+LARGE = {"facts": {"kv_tokens": 100_000, "max_position": 100_000}}
+"""An engine of a context so long that they are tokenised."""
+
 
 def test_an_answer_whose_end_is_not_read(model: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that is written at once nobody waits for the end; the connection does not wait for ever."""
     monkeypatch.setattr(connection, "UNREAD_S", 0.5)
 
     async def main() -> None:
-        async with serving(model) as rig:
+        async with serving(model, engine=LARGE) as rig:
             for more in (b"", b"connection: close\r\n"):
                 slow = Connection(rig.port, receive_nbytes=4096)
                 content = b'{"prompt": "%b"}' % (b"ab " * LONG)
@@ -227,7 +230,7 @@ def test_who_does_not_read_holds_up_no_drain_with_a_further_request(
     monkeypatch.setattr(connection if limit == "UNREAD_S" else writing, limit, 0.5)
 
     async def main() -> None:
-        async with serving(model) as rig:
+        async with serving(model, engine=LARGE) as rig:
             slow = Connection(rig.port, receive_nbytes=4096)
             await slow.post("/tokenize", prompt="ab " * LONG)
             await slow.until(b"200 OK")
@@ -250,7 +253,7 @@ def test_an_answer_whose_end_is_read_slowly_is_not_cut(model: Path, monkeypatch:
     monkeypatch.setattr(connection, "UNREAD_S", 0.5)
 
     async def main() -> None:
-        async with serving(model) as rig:
+        async with serving(model, engine=LARGE) as rig:
             slow = Connection(rig.port, receive_nbytes=65536)
             await slow.post("/tokenize", prompt="ab " * LONG)
             got = await slow.until(b"\r\n\r\n")

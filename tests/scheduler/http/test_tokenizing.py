@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from scheduler.http.tokenizing import MEASURED
 from tests.scheduler.http.rig import MODEL, serving
 from tests.scheduler.rig import on_loop, write_model
 from tests.scheduler.test_tokenize import write
@@ -45,6 +46,26 @@ def test_what_is_wrong_is_named(model: Path) -> None:
             ):
                 reply = await rig.post(path, **body)
                 assert reply.status_code == status and words in reply.json()["error"]["message"], body
+
+    on_loop("selector", main)
+
+
+def test_a_text_may_be_too_long_for_a_request_but_not_without_end(model: Path) -> None:
+    """It is not encoded then: a word of the vocabulary's longest token's length is one token."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    longest = max(map(len, tokenizer.get_vocab()))
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            most = MEASURED * 4096 * longest
+            for count, status in ((most, 200), (most + 1, 400)):
+                for body in ({"prompt": "x" * count}, {"messages": [{"role": "user", "content": "x" * (count - 8)}]}):
+                    reply = await rig.post("/tokenize", **body)
+                    assert reply.status_code == status
+                    if status == 400:
+                        error = reply.json()["error"]
+                        assert (error["param"], error["code"]) == (next(iter(body)), "context_length_exceeded")
+                        assert f"more than {MEASURED * 4096} tokens" in error["message"]
 
     on_loop("selector", main)
 
