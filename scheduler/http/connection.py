@@ -78,23 +78,31 @@ class Connection(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
-        """Offer the app what ends the connection at once."""
+        """Offer the app what ends the connection at once.
+
+        A request that comes before the one ahead of it is answered is not taken, from its first byte on: the connection
+        ends after that answer, as HTTP allows. uvicorn would stop reading, and then not notice that the client leaves.
+        """
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+        if self._answering:
+            self.cycle.keep_alive, self._deaf = False, True
 
     def on_headers_complete(self) -> None:
-        """They are there.
+        """They are there."""
+        if not self._deaf:
+            self._reading_since_s = None
+            super().on_headers_complete()
 
-        Those of a request that comes before the one ahead of it is answered are not taken: the connection ends after
-        that answer, as HTTP allows. uvicorn would stop reading, and then not notice that the client leaves.
-        """
-        self._reading_since_s = None
-        ahead = self.cycle if self._answering else None
-        super().on_headers_complete()
-        if ahead is not None:
-            self.pipeline.clear()
-            self.cycle, ahead.keep_alive, self._deaf = ahead, False, True
-            self.flow.resume_reading()
+    def on_body(self, body: bytes) -> None:
+        """A part of the body of the request that is served; not of one behind it."""
+        if not self._deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The end of that body."""
+        if not self._deaf:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Idle from now on."""

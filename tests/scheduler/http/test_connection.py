@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -192,6 +193,48 @@ def test_a_request_sent_before_the_answer_to_the_one_ahead(model: Path, event_lo
                 await rig.at_rest()
                 await rig.gone()
             assert (await rig.front.client.stats()).aborted == 1
+
+    on_loop(event_loop, main)
+
+
+def request(body: bytes, *headers: bytes, version: bytes = b"1.1", length: bytes = b"") -> bytes:
+    """A POST to /v1/completions, whose length is stated unless `headers` say otherwise."""
+    lines = [b"POST /v1/completions HTTP/" + version, b"Host: 127.0.0.1", b"Content-Type: application/json", *headers]
+    if not any(header.startswith(b"Transfer-Encoding") for header in headers):
+        lines.append(b"Content-Length: " + (length or b"%d" % len(body)))
+    return b"\r\n".join([*lines, b"", body])
+
+
+def answers(got: bytes) -> list[bytes]:
+    """The statuses of the answers in `got`."""
+    return re.findall(rb"HTTP/1\.1 (\d+)", got)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (b'{"prompt": [5], "max_tokens": 1', b', "logprobs": 5}', b"400"),
+        (b'{"prompt": [5], "max_tokens": 1}', b"}", b"200"),
+    ],
+)
+def test_bodies_of_two_requests_are_not_mixed(
+    model: Path, event_loop: str, first: bytes, second: bytes, status: bytes, apart: bool
+) -> None:
+    """The first is answered as if it came alone, whether the second comes in the same packet or half of it does."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            client = Connection(rig.port)
+            both = request(first) + request(second) + request(b"")
+            cut = len(both) if not apart else len(request(first)) + 30
+            await client.send(both[:cut])
+            if apart:
+                await client.send(both[cut:])
+            got = await client.rest()
+            assert answers(got) == [status] and b"connection: close" in got
+            client.close()
+            await rig.gone()
 
     on_loop(event_loop, main)
 
