@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from scheduler.http.limits import MaxTokens, TopLogprobs
 from scheduler.http.sampling_fields import SamplingFields
@@ -11,7 +11,8 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}(?!\\n)$")]
 Shown = Annotated[str | None, Meta(description="shown to the model if its chat template reads it; else a label")]
 Unserved = Annotated[Any, Meta(description="not served; null is taken", extra_json_schema={"type": "null"})]
-Label = Annotated[Any, Meta(description="a label of the client's; nothing depends on it")]
+Label = Annotated[Raw | UnsetType, Meta(description="a label of the client's; nothing depends on it")]
+"""Not decoded: whatever it is, it costs no more than its bytes."""
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,9 +143,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    metadata: Label = None
-    safety_identifier: Label = None
-    prompt_cache_key: Label = None
+    metadata: Label = UNSET
+    safety_identifier: Label = UNSET
+    prompt_cache_key: Label = UNSET
     functions: Unserved = None
     function_call: Unserved = None
     audio: Unserved = None

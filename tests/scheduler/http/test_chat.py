@@ -5,8 +5,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from scheduler.http.chat_requests import ChatRequest
 from tests.scheduler.chat_templates import JSON_CALLS, XML_CALLS
 from tests.scheduler.http.chats import Chats, chats, write_chat_model
 from tests.scheduler.rig import on_loop
@@ -351,6 +353,15 @@ def test_tools_need_a_template_that_knows_them(tmp_path: Path) -> None:
 
     talk(tmp_path, PLAIN, session)
     talk(tmp_path, PLAIN + "{{ tools | tojson }}", session)
+
+
+def test_labels_are_not_decoded() -> None:
+    """However much there is in one, it is only skipped; but it is JSON."""
+    body = b'{"messages": [], "metadata": [%s]}' % b",".join([b"{}"] * 1000)
+    found = msgspec.json.decode(body, type=ChatRequest).metadata
+    assert isinstance(found, msgspec.Raw) and len(bytes(found)) == 3001
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(b'{"messages": [], "metadata": [1}', type=ChatRequest)
 
 
 def test_labels_and_nulls_change_nothing(tmp_path: Path) -> None:
