@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from scheduler.http.app import ABORT
@@ -68,7 +69,8 @@ class Connection(HttpToolsProtocol):
             if self._reading_since_s is None:
                 self._reading_since_s, self._headers_nbytes = self.loop.time(), 0
             self._headers_nbytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._reading_since_s is not None and self._headers_nbytes > MAX_HEADERS_NBYTES:
             self._refuse(
                 "431 Request Header Fields Too Large",
@@ -90,7 +92,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """They are there."""
-        if not self._deaf:
+        if not self._deaf and not self._asks_upgrade:
             self._reading_since_s = None
             super().on_headers_complete()
 
@@ -101,7 +103,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The end of that body."""
-        if not self._deaf:
+        if not self._deaf and not self._asks_upgrade:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -112,6 +114,35 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What was sent is no HTTP."""
         self._refuse("400 Bad Request", "invalid_request_error", "malformed_http", "this is not HTTP/1.1")
+
+    def _parse(self, data: bytes) -> None:
+        """Have the parser read `data`.
+
+        It stops after headers that ask for another protocol, as JDK's HttpClient does with every first request and
+        `curl --http2` with all, and cannot go on with the body; uvicorn drops it. A server may answer in HTTP/1.1 all
+        the same (RFC 9110, 7.8): a new parser gets the same headers without what asks, and then the rest.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            if self._asks_upgrade and not self._deaf:
+                head = self._plain_head()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._parse(head + data[stop.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _plain_head(self) -> bytes:
+        """The request that the parser has just read, up to its body, without its Upgrade."""
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([line, *kept, b"", b""])
+
+    @property
+    def _asks_upgrade(self) -> bool:
+        """Whether the request that is being read asks for another protocol. CONNECT is none that we have."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     @property
     def _answering(self) -> bool:

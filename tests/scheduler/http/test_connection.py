@@ -239,6 +239,67 @@ def test_bodies_of_two_requests_are_not_mixed(
     on_loop(event_loop, main)
 
 
+def chunked(body: bytes) -> bytes:
+    """`body` in two chunks."""
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:7], body[7:])) + b"0\r\n\r\n"
+
+
+UPGRADES = {
+    "jdk": [b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAEAAEAAAAIAAAABAAN_", b"Upgrade: h2c"],
+    "websocket": [b"upgrade:websocket", b"connection: keep-alive, upgrade"],
+}
+
+
+@pytest.mark.parametrize("client", UPGRADES)
+def test_who_offers_another_protocol_is_served_in_this_one(model: Path, event_loop: str, client: str) -> None:
+    """The same answer as without, several times on one connection, wherever packets are cut."""
+    body = b'{"prompt": [5], "max_tokens": 2}'
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            expected = (await rig.post(prompt=[5], max_tokens=2)).json()["choices"]
+            one = Connection(rig.port)
+            stated = request(body, *UPGRADES[client])
+            head, _, content = request(chunked(body), b"Transfer-Encoding: chunked", *UPGRADES[client]).partition(b"{")
+            in_chunks = head + b"{" + content
+            for sent in (stated, in_chunks):
+                for cut in (0, 30, sent.index(b"pgrade") + 3, sent.index(b"\r\n\r\n") + 2, len(sent) - len(body), -3):
+                    for part in (sent[:cut], sent[cut:]):
+                        await one.send(part)
+                        await asyncio.sleep(0.01)
+                    got = await one.until(b"total_tokens")
+                    got = got if got.endswith(b"}") else got + await one.receive()
+                    assert answers(got) == [b"200"]
+                    assert json.loads(got.partition(b"\r\n\r\n")[2])["choices"] == expected
+            await one.send(request(body, b"Connection: close"))
+            assert answers(await one.rest()) == [b"200"]
+            one.close()
+
+    on_loop(event_loop, main)
+
+
+def test_upgrades_with_no_body_behind_another_and_with_a_bad_body(model: Path) -> None:
+    upgrade = UPGRADES["jdk"]
+    get = b"\r\n".join([b"GET /health/live HTTP/1.1", b"Host: 127.0.0.1", *upgrade, b"", b""])
+    body = b'{"prompt": [5], "max_tokens": 2}'
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            for sent, status in (
+                (get.replace(b"Upgrade, ", b"Upgrade, close, "), b"200"),
+                (get + get, b"200"),
+                (request(body, *upgrade) + request(body[:-1], *upgrade), b"200"),
+                (request(body[:-1], *upgrade) + request(b"}", *upgrade), b"400"),
+                (b"CONNECT localhost:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"400"),
+            ):
+                client = Connection(rig.port)
+                await client.send(sent)
+                assert answers(await client.rest()) == [status], sent
+                client.close()
+
+    on_loop("selector", main)
+
+
 LONG = 300_000
 """Words whose token ids are more than the system holds for who does not read."""
 
