@@ -112,7 +112,16 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What was sent is no HTTP."""
+        """What was sent is no HTTP: said at once, unless a request that came whole before it has to be answered."""
+        if self._answering and (self.cycle.response_started or not self.cycle.more_body):
+            self.cycle.keep_alive, self._deaf = False, True
+            if self.cycle.more_body:  # of what was refused early, whose rest is only taken
+                self.cycle.more_body = False
+                self.cycle.message_event.set()
+            return
+        if self._answering:  # the app is told that the client has left
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._refuse("400 Bad Request", "invalid_request_error", "malformed_http", "this is not HTTP/1.1")
 
     def _parse(self, data: bytes) -> None:
@@ -164,15 +173,15 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _refuse(self, status: str, kind: str, code: str, message: str) -> None:
+        """Answer while nothing of another answer has left, and close."""
         if self.transport.is_closing():
             return
-        if not self._answering:  # else it would land in the middle of an answer
-            error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
-            body = json.dumps({"error": error})
-            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-            if kind == "service_unavailable":
-                head += f"\r\nretry-after: {RETRY_QUEUE_S}"
-            self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{body}".encode())
+        error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
+        body = json.dumps({"error": error})
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        if kind == "service_unavailable":
+            head += f"\r\nretry-after: {RETRY_QUEUE_S}"
+        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{body}".encode())
         self.transport.close()
 
     def _watch(self) -> None:

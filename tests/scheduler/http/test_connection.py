@@ -300,6 +300,74 @@ def test_upgrades_with_no_body_behind_another_and_with_a_bad_body(model: Path) -
     on_loop("selector", main)
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("size", [b"zz", b"-5", b"f" * 17, b"5;\0"])
+def test_a_body_that_is_no_http_is_told_so(model: Path, event_loop: str, size: bytes, later: bool) -> None:
+    """With its headers or after them, in its first chunk or its second. Nothing comes to the engine."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            for ahead in (b"", b'8\r\n{"prompt\r\n'):
+                client = Connection(rig.port)
+                sent = request(ahead + size + b"\r\nabc\r\n", b"Transfer-Encoding: chunked")
+                cut = sent.index(b"\r\n\r\n") + 4 + len(ahead) if later else 0
+                await client.send(sent[:cut])
+                if later:
+                    await asyncio.sleep(0.02)
+                await client.send(sent[cut:])
+                assert await refusal(client) == (b"400", "malformed_http")
+                client.close()
+                await rig.gone()
+                await rig.at_rest()
+            assert (await rig.front.client.stats()).finished == 0
+
+    on_loop(event_loop, main)
+
+
+def test_what_is_no_http_behind_a_request(model: Path, event_loop: str) -> None:
+    """Takes nothing from the request's answer, in the same packet or while it is made; then the connection ends."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            rig.engine.worker.step_s = 0.01
+            body = b'{"prompt": [5], "max_tokens": 5}'
+            for junk in (b"JUNK JUNK\r\n\r\n", b"\0" * 100, b"GET / HTTP/9.9\r\n\r\n"):
+                for apart in (False, True):
+                    client = Connection(rig.port)
+                    await client.send(request(body) + (b"" if apart else junk))
+                    if apart:
+                        await rig.engine.settled(1)
+                        await client.send(junk)
+                    head, _, content = (await client.rest()).partition(b"\r\n\r\n")
+                    assert answers(head) == [b"200"] and b"connection: close" in head
+                    assert json.loads(content)["usage"]["completion_tokens"] == 5
+                    client.close()
+            client = Connection(rig.port)
+            await client.send(request(body, length=b"10"))
+            head, _, content = (await client.rest()).partition(b"\r\n\r\n")
+            assert answers(head) == [b"400"] and b"truncated" in content  # its ten bytes are no JSON
+            client.close()
+            await rig.gone()
+
+    on_loop(event_loop, main)
+
+
+def test_a_bad_body_behind_an_early_refusal(model: Path, event_loop: str) -> None:
+    """The refusal is whole, and the end comes as soon as there is nothing more to take."""
+
+    async def main() -> None:
+        async with serving(model, http_max_body_bytes=100) as rig:
+            client = Connection(rig.port)
+            await client.send(request(b"c8\r\n" + b" " * 200, b"Transfer-Encoding: chunked"))
+            await client.until(b"body_too_large")
+            await client.send(b"\r\nzz\r\n")
+            assert await client.rest() == b""
+            client.close()
+            await rig.gone()
+
+    on_loop(event_loop, main)
+
+
 LONG = 300_000
 """Words whose token ids are more than the system holds for who does not read."""
 
