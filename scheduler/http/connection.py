@@ -62,16 +62,22 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count bytes as long as they belong to headers."""
+        """Count bytes up to the headers' end, whether more comes with them or not."""
         if self._deaf or self.transport.is_closing():
             return
-        if not self._answering:
-            if self._reading_since_s is None:
-                self._reading_since_s, self._headers_nbytes = self.loop.time(), 0
-            self._headers_nbytes += len(data)
+        if not self._answering and self._reading_since_s is None:
+            self._reading_since_s, self._headers_nbytes = self.loop.time(), 0
         self._unset_keepalive_if_required()
-        self._parse(data)
-        if self._reading_since_s is not None and self._headers_nbytes > MAX_HEADERS_NBYTES:
+        if self._reading_since_s is None:
+            return self._parse(data)
+        room = MAX_HEADERS_NBYTES - self._headers_nbytes  # no more than this is parsed before the headers' end
+        self._headers_nbytes += min(room, len(data))
+        self._parse(data[:room])
+        if len(data) <= room or self._deaf or self.transport.is_closing():
+            return
+        if self._reading_since_s is None:
+            self._parse(data[room:])
+        else:
             self._refuse(
                 "431 Request Header Fields Too Large",
                 "invalid_request_error",

@@ -84,6 +84,35 @@ def test_headers_have_a_size(model: Path, event_loop: str) -> None:
     on_loop(event_loop, main)
 
 
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_size_of_headers_is_counted_to_the_byte(model: Path, event_loop: str, over: int) -> None:
+    """Whatever comes with them in one packet, on a new connection and on a used one, and with an upgrade."""
+    body = b'{"prompt": [5], "max_tokens": 1%b}' % (b" " * 100_000)
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            for more in ([], [b"Upgrade: h2c", b"Connection: Upgrade"]):
+                bare = len(request(body, *more, b"X: ")) - len(body)
+                large = request(body, *more, b"X: " + b"y" * (connection.MAX_HEADERS_NBYTES - bare + over))
+                for used in (False, True):
+                    client = Connection(rig.port)
+                    await rig.there(1)
+                    (served,) = rig.server.server_state.connections
+                    if used:
+                        await client.post(prompt=[5], max_tokens=1)
+                        await client.until(b"total_tokens")
+                    assert isinstance(served, connection.Connection)
+                    served.data_received(large)  # a socket might cut it
+                    if over:
+                        assert await refusal(client) == (b"431", "headers_too_large")
+                    else:
+                        assert answers(await client.until(b"total_tokens")) == [b"200"]
+                    client.close()
+                    await rig.gone()
+
+    on_loop(event_loop, main)
+
+
 @pytest.mark.parametrize(
     "junk", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100]
 )
