@@ -100,6 +100,8 @@ class Connection(HttpToolsProtocol):
         """They are there."""
         if not self._deaf and not self._asks_upgrade:
             self._reading_since_s = None
+            if self.parser.get_http_version() == "1.0":  # uvicorn ends such a connection with its first answer
+                self.app = self._served_without_chunks
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -129,6 +131,18 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._refuse("400 Bad Request", "invalid_request_error", "malformed_http", "this is not HTTP/1.1")
+
+    async def _served_without_chunks(self, scope: Any, receive: Any, send: Any) -> None:
+        """The app for HTTP/1.0, which has no chunks: an answer of unknown length ends with the connection."""
+        cycle = self.cycle
+        cycle.chunked_encoding = False
+
+        async def send_plainly(message: Any) -> None:
+            if message["type"] == "http.response.body":  # uvicorn would hold it to a length
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_plainly)
 
     def _parse(self, data: bytes) -> None:
         """Have the parser read `data`.

@@ -397,6 +397,35 @@ def test_a_bad_body_behind_an_early_refusal(model: Path, event_loop: str) -> Non
     on_loop(event_loop, main)
 
 
+def test_http_1_0_has_no_chunks(model: Path, event_loop: str) -> None:
+    """A stream is what it is in HTTP/1.1, up to the connection's end; other answers have their length all the same."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            body = b'{"prompt": [5], "max_tokens": 3%b}'
+            for more in (b"", b', "stream": true'):
+                for kept in (b"X: y", b"Connection: keep-alive"):
+                    client = Connection(rig.port)
+                    await client.send(request(body % more, kept, version=b"1.0"))
+                    head, _, content = (await client.rest()).partition(b"\r\n\r\n")
+                    assert answers(head) == [b"200"] and b"connection: close" in head
+                    assert b"transfer-encoding" not in head and (b"content-length" in head) == (not more)
+                    if more:
+                        *events, end, empty = content.split(b"\n\n")
+                        texts = [json.loads(one.removeprefix(b"data: "))["choices"][0]["text"] for one in events]
+                        assert (end, empty) == (b"data: [DONE]", b"")
+                        assert "".join(texts) == (await rig.post(prompt=[5], max_tokens=3)).json()["choices"][0]["text"]
+                    else:
+                        assert json.loads(content)["usage"]["completion_tokens"] == 3
+                    client.close()
+            client = Connection(rig.port)
+            await client.send(request(b"[", version=b"1.0"))
+            assert (await refusal(client))[0] == b"400"
+            client.close()
+
+    on_loop(event_loop, main)
+
+
 LONG = 300_000
 """Words whose token ids are more than the system holds for who does not read."""
 
