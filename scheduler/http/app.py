@@ -16,7 +16,7 @@ from scheduler.http.access import Access
 from scheduler.http.answering import TooSlow
 from scheduler.http.errors import ApiError, api_error, draining, internal
 from scheduler.http.front import Call, Front, Route
-from scheduler.http.reading import Body, ClientLeft, Room, decoded
+from scheduler.http.reading import Body, ClientLeft, Room, check_headers, decoded
 from scheduler.http.sse import EventStream
 from scheduler.http.wording import Wording
 from scheduler.http.writing import patient
@@ -82,7 +82,7 @@ class App:
         self._access.check(route, headers)
         if route.serves and self._front.draining:
             raise draining()
-        _check_type(route, headers)
+        check_headers(headers, takes_json=route.body is not None)
         return route, params
 
     async def _serve(self, route: Route, call: Call[Any], scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,14 +129,6 @@ def _pattern(path: str) -> re.Pattern[str]:
     """What matches `path`, in which `{name}` stands for anything, slashes too: names of models have them."""
     parts = re.split(r"\{(\w+)\}", path)
     return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
-
-
-def _check_type(route: Route, headers: Headers) -> None:
-    """A page of another site that is open in a browser on this machine may send other types unasked."""
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if route.body is not None and kind != "application/json":
-        text = f"the body must be JSON, with Content-Type: application/json, not {kind or 'none'}"
-        raise ApiError(415, "invalid_request_error", text, code="unsupported_media_type")
 
 
 async def _refuse(error: ApiError, request_id: str, body: Body, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,10 +23,12 @@ ERRORS = {
     404: "There is no such thing: another model than the served one, say.",
     408: "Headers or body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is said to be something else than JSON.",
+    415: "The body is said to be something else than JSON in UTF-8, or packed.",
+    417: "Something else than 100-continue is expected.",
     429: "As many requests wait as may; ask again later.",
     431: "The headers are too large.",
     500: "A bug, or a model that computes no numbers. The engine's log has more under the answer's x-request-id.",
+    501: "The body's transfer coding is another than chunked.",
     503: "Loading, restarting, draining or overloaded; ask again later.",
 }
 """All with an ErrorReply."""
@@ -34,7 +36,7 @@ ERRORS = {
 RETRIED = (429, 503)
 """Those with Retry-After."""
 
-ANY_REQUEST = (400, 408, 413, 431, 500, 503)
+ANY_REQUEST = (400, 408, 413, 417, 431, 500, 501, 503)
 """What may become of any request whatsoever: a body is read, and refused, whether the route takes one or not."""
 
 

@@ -92,6 +92,37 @@ class Body:
             raise ApiError(503, "service_unavailable", text, code="overloaded", retry_after_s=1)
 
 
+def check_headers(headers: Headers, takes_json: bool) -> None:
+    """ApiError for what is asked of us, or said of the body, that we do not have: ignored, it would be misread."""
+    coding = _all_of(headers, "transfer-encoding")
+    if coding not in ("", "chunked"):
+        text = f"Transfer-Encoding {coding!r} is not supported, only chunked"
+        raise ApiError(501, "invalid_request_error", text, code="unsupported_transfer_encoding")
+    expected = _all_of(headers, "expect")
+    if expected not in ("", "100-continue"):
+        text = f"Expect {expected!r} is not supported, only 100-continue"
+        raise ApiError(417, "invalid_request_error", text, code="unsupported_expectation")
+    if not takes_json:
+        return
+    if (packed := _all_of(headers, "content-encoding")) not in ("", "identity"):
+        raise _other_type(f"Content-Encoding {packed!r} is not supported: send the body as it is")
+    kind, *parameters = headers.get("content-type", "").lower().split(";")
+    if kind.strip() != "application/json":  # a page of another site, open in a browser here, may send others unasked
+        raise _other_type(f"the body must be JSON, with Content-Type: application/json, not {kind.strip() or 'none'}")
+    for name, _, value in (parameter.partition("=") for parameter in parameters):
+        if name.strip() == "charset" and (charset := value.strip().strip('"')) != "utf-8":
+            raise _other_type(f"the charset {charset!r} is not supported: JSON is UTF-8")
+
+
+def _all_of(headers: Headers, name: str) -> str:
+    """A header's value, of several lines also, in small letters; empty without one."""
+    return ",".join(headers.getlist(name)).strip().lower()
+
+
+def _other_type(text: str) -> ApiError:
+    return ApiError(415, "invalid_request_error", text, code="unsupported_media_type")
+
+
 def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     """What `body` holds. ApiError if it is not JSON, or not what `decoder` takes."""
     pause = len(body) >= LARGE_NBYTES and gc.isenabled()

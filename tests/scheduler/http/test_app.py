@@ -98,6 +98,50 @@ def test_a_body_of_another_type_is_refused(model: Path) -> None:
     on_loop("selector", main)
 
 
+@pytest.mark.parametrize(
+    ("header", "status", "code"),
+    [
+        ("Content-Encoding: gzip", 415, "unsupported_media_type"),
+        ("Content-Encoding: identity", 200, ""),
+        ("Content-Type: application/json;x=y; Charset=UTF-16", 415, "unsupported_media_type"),
+        ("Content-Type: application/json ; charset=latin1", 415, "unsupported_media_type"),
+        ('Content-Type: application/json;charset="UTF-8"', 200, ""),
+        ("Transfer-Encoding: gzip, chunked", 501, "unsupported_transfer_encoding"),
+        ("Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked", 501, "unsupported_transfer_encoding"),
+        ("Transfer-Encoding: gzip", 400, "malformed_http"),
+        ("Transfer-Encoding: Chunked", 200, ""),
+        ("Expect: whatever", 417, "unsupported_expectation"),
+        ("Expect: 100-Continue", 200, ""),
+    ],
+)
+def test_what_headers_ask_for_is_had_or_refused_by_name(model: Path, header: str, status: int, code: str) -> None:
+    """The message names the header's value; the client reads it though it has sent a body."""
+
+    async def main() -> None:
+        async with serving(model) as rig:
+            body = b'{"prompt": "a", "max_tokens": 1}'
+            lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Connection: close", header]
+            if "Content-Type" not in header:
+                lines.append("Content-Type: application/json")
+            if "Transfer-Encoding" in header:
+                body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            else:
+                lines.append(f"Content-Length: {len(body)}")
+            client = Connection(rig.port)
+            await client.send("\r\n".join([*lines, "", ""]).encode() + body)
+            got = (await client.rest()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+            head, _, content = got.partition(b"\r\n\r\n")
+            assert int(head.split()[1]) == status
+            if code:
+                error = json.loads(content)["error"]
+                assert error["code"] == code
+                asked = header.replace('"', "").replace("=", " ").replace(",", " ").split()[-1].lower()
+                assert code == "malformed_http" or asked in error["message"]
+            client.close()
+
+    on_loop("selector", main)
+
+
 def body_of(nbytes: int) -> bytes:
     """A request of so many bytes."""
     start, end = b'{"prompt": "a", "max_tokens": 1, "user": "', b'"}'
