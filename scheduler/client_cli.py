@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import io
+import json
 import os
 import sys
 from collections import Counter, defaultdict
@@ -157,10 +158,14 @@ def token_bias(text: str) -> tuple[int, float]:
 
 
 def json_grammar(text: str) -> str:
-    """The grammar of the answers that match a schema. ArgumentTypeError if there is no JSON object."""
+    """The grammar of the answers that match a schema, which may say how blanks stand (`x-guidance`).
+
+    ArgumentTypeError if there is no JSON object.
+    """
     try:
         schema = text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")
-        return f"start: {json_of(msgspec.json.decode(schema, type=dict))}"
+        parsed = msgspec.json.decode(schema, type=dict)
+        return f"start: {f'%json {json.dumps(parsed)}' if 'x-guidance' in parsed else json_of(parsed)}"
     except (OSError, ValueError) as error:  # also of a file that is not UTF-8, and of JSON that is none
         raise argparse.ArgumentTypeError(f"no JSON schema can be read from {text[:100]!r}: {error}") from None
 
