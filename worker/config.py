@@ -24,6 +24,9 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[
         int, Meta(ge=0, description="compute threads; 0 takes all cores but one, which is left to copies")
     ] = 0
+    deterministic: Annotated[
+        bool, Meta(description="a position's logits are the same bits whatever shares its step and however it is cut")
+    ] = False
     event_loop: Annotated[EventLoop, Meta(description="asyncio event loop")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     parent_pipe: Annotated[bool, Meta(description="stop when standard input ends (set by launch.py)")] = False
