@@ -30,11 +30,11 @@ from scheduler.policy import StepKind, Turn, after, next_kind
 from scheduler.protocol import Failed, Finished, ModeCounters, Tokens
 from scheduler.request import Request
 from scheduler.traffic import plus, split_stats
-from worker.protocol import Mode, RunStep, SequenceStep, StepDone
+from worker.protocol import NOT_FINITE, Mode, RunStep, SequenceStep, StepDone
 
 BAD_LOGITS = Failed(
     "bad_logits",
-    "the model's logits are not finite: NaN or infinity in the weights, or an overflow of the element type; "
+    "what the model computes is not finite: NaN or infinity in the weights, or an overflow of the element type; "
     "try --dtype float32",
 )
 
@@ -168,7 +168,7 @@ class Core:
         out, self._out = self._out, []
         logprobs = done.logprobs or [None] * len(out)
         for (request, count), share, token, told in zip(out, shares, done.tokens, logprobs, strict=True):
-            bad = token < 0 and request.draws(count)
+            bad = token == NOT_FINITE or (token < 0 and request.draws(count))
             if request.phase == "ended":  # aborted while the step was out
                 self._close(request, bad)
                 continue
@@ -309,8 +309,7 @@ class Core:
         self.cached_tokens += request.reuse(self.pages.reuse(request.kv, request.tokens))
 
     def _close(self, request: Request, bad: bool = False) -> None:
-        """Its pages come back. `bad`: nobody is to reuse them. Chunks of its prompt have been cached before anything
-        was known of their logits: what was wrong with them would be wrong with every later request."""
+        """Its pages come back. `bad`: nobody is to reuse them, nor those of earlier steps, which seemed right."""
         if bad:
             self.pages.discard(request.kv)
         else:

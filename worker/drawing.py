@@ -36,6 +36,7 @@ class Drawn(NamedTuple):
 
     tokens: torch.Tensor  # [R] int64, -1 where the logits are not finite
     logits: torch.Tensor  # [R, V] float32
+    finite: torch.Tensor | None = None  # [B] bool of the step's sequences, see worker.step.are_finite
 
 
 class Extras(NamedTuple):

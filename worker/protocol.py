@@ -11,6 +11,9 @@ LOGGED_STEPS = 128
 """Decode and demand steps whose routing is logged after each LayerStats, if the Load asks for it: 3 MB of 48 layers of
 512 experts."""
 
+NOT_FINITE = -2
+"""In place of a token: what a step computed of a sequence is not a number somewhere, or infinite."""
+
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +198,9 @@ class Logprobs(Struct, frozen=True):
 class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
     """`tokens[i]` is the token sampled for sequences[i], -1 where `sample` was None.
 
-    It is -1 too where the logits were not finite, or no token was allowed: that sequence cannot go on, the others can.
+    It is -1 too where the logits were not finite, or no token was allowed, and NOT_FINITE where the hidden state of any
+    of the sequence's new tokens was not, whether `sample` was None or not: that sequence cannot go on, and its KV and
+    state are not to be read again. The others can.
     """
 
     tokens: list[int]

@@ -14,8 +14,8 @@ from worker.backend import Rehearsal
 from worker.device_slots import DeviceSlots
 from worker.drawing import BLOCK_ROWS, Drawn, Extras, extras_of, extras_on_device, with_extras
 from worker.protocol import Changes, Mode, RunStep, Sampling, SequenceStep
-from worker.step import forward
-from worker.step_inputs import on_device, step_arrays
+from worker.step import forward, with_finite
+from worker.step_inputs import StepInputs, on_device, step_arrays
 
 SETTINGS = (Sampling(), Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01))
 EVERYTHING = Sampling(
@@ -45,14 +45,19 @@ def rehearse(rehearsal: Rehearsal) -> None:
         arrays = step_arrays(step, kv.page_tokens, table_pages, recurrent=rehearsal.spec.state_nbytes > 0)
         inputs = on_device(step, arrays, kv.device)
         if slots is None:
-            forward(rehearsal.model, inputs)
+            _compute(rehearsal, inputs)
             continue
         with slots.rehearsal(mode):
-            forward(rehearsal.model, inputs)
+            _compute(rehearsal, inputs)
     for rows in range(1, BLOCK_ROWS + 1):
         logits = torch.zeros(rows, rehearsal.model.vocab_size, device=kv.device)
         extras = extras_of_a_block(rows)
         with_extras(Drawn(logits[:, 0].to(torch.int64), logits), extras, extras_on_device(extras, logits.device))
+
+
+def _compute(rehearsal: Rehearsal, inputs: StepInputs) -> None:
+    drawn = forward(rehearsal.model, inputs)
+    with_finite(drawn.tokens, drawn)
 
 
 def extras_of_a_block(rows: int) -> Extras:

@@ -11,8 +11,9 @@ from copyengine.wire.errors import RequestRefused
 from kernels.sampling import sample
 from worker.drawing import Drawn, Extras, extras_of, extras_on_device, read_logprobs, with_extras
 from worker.kv import KvCache
+from worker.model.batch import Batch
 from worker.model.stack import Decoder
-from worker.protocol import ExpertStats, Logprobs, Mode, RunStep, StepDone
+from worker.protocol import NOT_FINITE, ExpertStats, Logprobs, Mode, RunStep, StepDone
 from worker.state import StateSlots
 from worker.step_check import check_step
 from worker.step_inputs import StepArrays, StepInputs, on_device, step_arrays
@@ -76,8 +77,8 @@ class StepRunner:
 
         Whatever fails while it runs is raised after the slots were told to drop what did not land;
         RequestRefused("out_of_memory") if the device had too little left. The KV of the step's new positions and the
-        states that it writes are undefined then, as are those of a sequence that has no token because its logits are
-        not finite.
+        states that it writes are undefined then, as are those of a sequence that is NOT_FINITE, or has no token because
+        its logits are not.
         """
         arrays, extras = self._checked(step)
         with torch.inference_mode():
@@ -94,7 +95,7 @@ class StepRunner:
             full.append(self._model.hidden(inputs.batch))
             full.append(self._model.logits(full[0]))
             logits = full[1][inputs.rows]
-            return Drawn(sample(logits, inputs.sampling), logits)
+            return Drawn(sample(logits, inputs.sampling), logits, are_finite(full[0], inputs.batch, inputs.rows))
 
         with torch.inference_mode():
             words, stats = self._in_step(step, lambda: self._words(extras, drawn))
@@ -137,18 +138,41 @@ class StepRunner:
 
     def _words(self, extras: Extras | None, draw: Callable[[], Drawn]) -> torch.Tensor:
         if extras is None:
-            return draw().tokens
+            drawn = draw()
+            return with_finite(drawn.tokens, drawn)
         tensors = extras_on_device(extras, self._device)
-        return with_extras(draw(), extras, tensors)
+        drawn = draw()
+        return with_finite(with_extras(drawn, extras, tensors), drawn)
 
 
 def forward(model: Decoder, inputs: StepInputs, logits: torch.Tensor | None = None) -> Drawn:
     """What is drawn from the rows that `inputs` names; their logits in `logits` [R, V] float32, if that is given."""
     hidden = model.hidden(inputs.batch)
+    finite = are_finite(hidden, inputs.batch, inputs.rows)
     if inputs.rows.shape[0] == 0:
-        return Drawn(inputs.rows, hidden.new_empty(0, model.vocab_size, dtype=torch.float32))
+        return Drawn(inputs.rows, hidden.new_empty(0, model.vocab_size, dtype=torch.float32), finite)
     logits = model.logits(hidden[inputs.rows], logits)
-    return Drawn(sample(logits, inputs.sampling), logits)
+    return Drawn(sample(logits, inputs.sampling), logits, finite)
+
+
+def are_finite(hidden: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Tensor | None:
+    """[B] bool: whether all of a sequence's `hidden` [T, H] are; None if each row is among `rows`, whose logits tell.
+
+    KV or a state that is not finite shows here: each row reads its own, and what it gets of it stays in its residual.
+    """
+    if rows.shape[0] == hidden.shape[0]:
+        return None
+    least, most = torch.aminmax(hidden, dim=1)
+    finite = torch.isfinite(least) & torch.isfinite(most)
+    spans = torch.empty(len(batch.spans), dtype=torch.bool, device=hidden.device)
+    for i, span in enumerate(batch.spans):
+        torch.all(finite[span.first : span.first + span.rows], dim=0, out=spans[i])
+    return spans
+
+
+def with_finite(words: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+    """`words` [W] int64, and behind them what is known of each sequence."""
+    return words if drawn.finite is None else torch.cat([words, drawn.finite.to(torch.int64)])
 
 
 def _done(step: RunStep, words: list[int], stats: ExpertStats, extras: Extras | None) -> StepDone:
@@ -157,6 +181,9 @@ def _done(step: RunStep, words: list[int], stats: ExpertStats, extras: Extras | 
     tokens = [-1] * len(step.sequences)
     for i, token in zip(rows, words, strict=False):  # after the tokens come the log-probabilities
         tokens[i] = token
+    if sum(len(sequence.tokens) for sequence in step.sequences) != len(rows):  # see `are_finite`
+        words, finite = words[: -len(tokens)], words[-len(tokens) :]
+        tokens = [token if good else NOT_FINITE for token, good in zip(tokens, finite, strict=True)]
     if extras is None or not extras.told:
         return StepDone(tokens, stats)
     logprobs: list[Logprobs | None] = [None] * len(step.sequences)

@@ -108,9 +108,11 @@ def added(a: ExpertStats, b: ExpertStats) -> ExpertStats:
 class Run:
     """A core, its worker and its clients. With `audited` all that there is is looked through after each action."""
 
-    def __init__(self, limits: CoreLimits = LIMITS, misses: int = 0, audited: bool = False) -> None:
+    def __init__(self, limits: CoreLimits = LIMITS, misses: int = 0, audited: bool = False, tells: bool = True) -> None:
+        """`tells`: see PagedWorker."""
         self.limits = limits
         self.worker = PagedWorker(limits.page_tokens, misses)
+        self.worker.tells = tells
         self.audited = audited
         self.usages: list[Usage] = []  # what the clients of finished and aborted requests were told
         self.unreported = ExpertStats()  # shares of requests that had ended when their step was back
@@ -204,9 +206,10 @@ class Run:
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(ANY), ACTIONS)
-def test_everybody_ends_in_order_and_every_page_comes_back(limits: CoreLimits, actions: Actions) -> None:
-    run = Run(limits, audited=True)
+@given(st.sampled_from(ANY), ACTIONS, st.booleans())
+def test_everybody_ends_in_order_and_every_page_comes_back(limits: CoreLimits, actions: Actions, tells: bool) -> None:
+    """And nothing stays cached that is not a number, if the worker `tells` of it at once."""
+    run = Run(limits, audited=True, tells=tells)
     run.act(actions)
     assert run.core.waiting + run.core.running == len(run.requests) - len(run.over)
     run.finish()
@@ -452,7 +455,7 @@ def test_a_request_without_logits_ends_alone_and_what_it_computed_is_not_reused(
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_what_made_one_request_fail_makes_no_later_one_fail(length: int, leaves: bool) -> None:
     """Its first chunk goes wrong, which shows with the last one only; also if its client leaves meanwhile."""
-    run = Run(audited=True)
+    run = Run(audited=True, tells=False)
     prompt = list(range(length))
     run.submit(prompt, 2)
     run.step(bad=0)
@@ -464,6 +467,19 @@ def test_what_made_one_request_fail_makes_no_later_one_fail(length: int, leaves:
     run.submit(prompt, 2)
     run.finish()
     assert run.tokens == {1: answer(prompt, 2)}
+
+
+def test_a_chunk_that_is_not_finite_ends_its_request_before_anybody_can_reuse_it() -> None:
+    """Of a long prompt the second chunk: the rest is not computed, and what begins like it fails no more."""
+    run = Run(audited=True)
+    prompt = list(range(40))
+    run.submit(prompt, 2)
+    run.step()
+    run.step(bad=0)
+    assert run.over == {0: "failed"} and run.worker.computed == 16 and run.core.pages.free == LIMITS.pages
+    run.submit([*prompt[:16], 90], 2)
+    run.finish()
+    assert run.tokens == {1: answer([*prompt[:16], 90], 2)}
 
 
 def test_bad_logits_take_nothing_from_those_that_share_the_prefix() -> None:

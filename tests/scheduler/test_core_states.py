@@ -180,7 +180,7 @@ def test_what_an_aborted_request_had_written_does_not_count() -> None:
 @pytest.mark.parametrize("length", [5, 8, 9, 30])
 def test_no_snapshot_of_a_request_without_logits_is_used_again(length: int) -> None:
     """Its state went wrong in its first chunk, which shows with the last one only."""
-    run = Run(LIMITS, audited=True)
+    run = Run(LIMITS, audited=True, tells=False)
     prompt = list(range(length))
     run.submit(prompt, 2)
     run.step(bad=0)
@@ -192,7 +192,7 @@ def test_no_snapshot_of_a_request_without_logits_is_used_again(length: int) -> N
 
 def test_a_bad_state_that_others_have_computed_on_from_is_not_started_from_again() -> None:
     """Two clients leave before anything shows, and what they have cached stays; the third one's request fails."""
-    run = Run(LIMITS, audited=True)
+    run = Run(LIMITS, audited=True, tells=False)
     run.submit([*PREFIX, *[70] * 20], 1)
     run.step(bad=0)
     run.step()
@@ -267,7 +267,7 @@ def test_an_answer_moves_its_own_snapshot_rather_than_take_that_of_another() -> 
 
 def test_a_bad_state_is_not_left_behind_on_the_page_of_another_request() -> None:
     """The second one computes two pages again, since no snapshot is behind them, and makes one, which is wrong."""
-    run = Run(LIMITS, audited=True)
+    run = Run(LIMITS, audited=True, tells=False)
     run.submit([*PREFIX, *[70] * 4], 20)
     while not run.tokens:
         run.step()

@@ -16,7 +16,7 @@ from worker.dense_steps import DenseSteps
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
-from worker.protocol import Changes, ExpertStats, RunStep, Sampling, SequenceStep
+from worker.protocol import NOT_FINITE, Changes, ExpertStats, RunStep, Sampling, SequenceStep
 from worker.step import StepRunner
 
 GREEDY = Sampling()
@@ -158,7 +158,7 @@ def test_a_sequence_without_finite_logits_has_no_token_and_the_others_have_their
     experts.calls.clear()
     done = runner.run(step)
     assert experts.calls == ["begin demand", "end"]
-    assert done.tokens == [sound.tokens[0], -1, -1, sound.tokens[3]]
+    assert done.tokens == [sound.tokens[0], NOT_FINITE, NOT_FINITE, sound.tokens[3]]
     assert sound.logprobs and done.logprobs and done.logprobs[:3] == [None, None, None]
     assert sound.logprobs[3] and done.logprobs[3] and done.logprobs[3].ids == sound.logprobs[3].ids
     embed[49] = row
