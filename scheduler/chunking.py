@@ -16,17 +16,20 @@ def is_short(pending: int, demand_tokens: int, chunk_tokens: int) -> bool:
     return pending <= min(demand_tokens, chunk_tokens)
 
 
-def cut_chunks(pending: Sequence[int], demand_tokens: int, chunk_tokens: int) -> list[int]:
+def cut_chunks(pending: Sequence[int], demand_tokens: int, chunk_tokens: int, cut_tokens: int = 1) -> list[int]:
     """Tokens that the next prefill step takes of each of the first requests.
 
-    `pending` are the tokens left of each request, first come first, all at least 1. The first request takes as
-    much as a chunk may have. Requests behind it join, in order, as long as all they have left fits: into the demand
-    threshold when the first one's chunk is a demand chunk (so that its mode does not change by company), else into
-    the chunk. The first that does not fit ends the step; nobody overtakes.
+    `pending` are the tokens left of each request, first come first, all at least 1. The first request takes all it has
+    left if a chunk may have as much, else as many multiples of `cut_tokens` as fit into one; one must. Requests behind
+    it join, in order, as long as all they have left fits: into the demand threshold when the first one's chunk is a
+    demand chunk (so that its mode does not change by company), else into the chunk. The first that does not fit ends
+    the step; nobody overtakes.
     """
     if not pending:
         return []
-    first = min(pending[0], chunk_tokens)
+    first = pending[0]
+    if first > chunk_tokens:
+        first = chunk_tokens // cut_tokens * cut_tokens
     limit = chunk_tokens
     if prefill_mode(first, demand_tokens) == "demand":
         limit = min(demand_tokens, chunk_tokens)

@@ -50,6 +50,7 @@ class CoreLimits(Struct, frozen=True):
     prefix_cache: bool = True
     state_slots: int = 0  # at least max_running; 0: the model has no recurrent state
     state_nbytes: int = 0  # of all of them
+    cut_tokens: int | None = None  # of a model with recurrent state whose answers are to repeat: see paging.py
 
 
 class Reply(Struct, frozen=True):
@@ -63,7 +64,9 @@ class Core:
     """Requests of one worker: who waits, who runs, which pages they have, which step is out."""
 
     def __init__(self, limits: CoreLimits) -> None:
-        self.pages = KvPages(limits.pages, limits.page_tokens, limits.prefix_cache, limits.state_slots)
+        self.pages = KvPages(
+            limits.pages, limits.page_tokens, limits.prefix_cache, limits.state_slots, limits.cut_tokens
+        )
         self.preempted = 0  # times that a request was
         self.cached_tokens = 0  # of prompts, never computed
         self.queried_tokens = 0  # of prompts that were looked for in the prefix cache
@@ -242,7 +245,8 @@ class Core:
         if kind == "decode":
             return kind, [(request, 1) for request in decoding]
         chosen = short if kind == "short" else long
-        counts = cut_chunks([request.pending for request in chosen], limits.demand_tokens, limits.chunk_tokens)
+        pending = [request.pending for request in chosen]
+        counts = cut_chunks(pending, limits.demand_tokens, limits.chunk_tokens, limits.cut_tokens or 1)
         return kind, list(zip(chosen, counts, strict=False))
 
     def _part(self, request: Request, count: int, now_s: float) -> SequenceStep:
@@ -290,7 +294,7 @@ class Core:
         prompt, and a page in any case."""
         if len(self._running) >= self.limits.max_running or not self.pages.room_for_state:
             return False
-        return not self._running or self.pages.cost(request.tokens) <= self._room()
+        return not self._running or self.pages.cost(request.tokens, request.prompt_tokens) <= self._room()
 
     def _room(self) -> int:
         """Pages beyond those that running requests are about to take."""
@@ -301,7 +305,7 @@ class Core:
         """First come, first served: the head of the queue waits for its pages, and everybody behind it too."""
         while self._waiting and self._fits(self._waiting[0]):
             request = self._waiting.popleft()
-            request.admit(self.pages.open(request.tokens))
+            request.admit(self.pages.open(request.tokens, request.prompt_tokens))
             self._reuse(request)
             self._running.append(request)
 

@@ -5,6 +5,8 @@ last token of the prompt, so that the same prompt and those that go on from it r
 leaves what was cached without a snapshot, so that the next one that leaves there does not compute it once more. A third
 moves along with the request: a chunk at a time through its prompt and a page at a time through its answer. It is there
 for the next turn, and for the request itself if it is preempted.
+
+Where answers are to repeat bit for bit, snapshots are made at coarser boundaries, and along prompts alone: `paging.py`.
 """
 
 from collections.abc import Sequence
@@ -28,15 +30,15 @@ STATELESS = Moves()
 
 
 def snapshot_positions(
-    start: int, end: int, prompt_tokens: int, branch: int, page_tokens: int
+    start: int, end: int, prompt_tokens: int, branch: int, cut_tokens: int
 ) -> tuple[list[int], int | None]:
     """Where a step that computes positions `start` .. `end` - 1 makes snapshots to be left, and the moving one if any.
 
-    `branch` is where the prompt leaves what is cached.
+    `branch` is where the prompt leaves what is cached. All lie at multiples of `cut_tokens`, as `branch` does.
     """
-    last = (prompt_tokens - 1) // page_tokens * page_tokens
+    last = (prompt_tokens - 1) // cut_tokens * cut_tokens
     left = sorted(position for position in {last, min(branch, last)} if start < position <= end)
-    moving = end // page_tokens * page_tokens
+    moving = end // cut_tokens * cut_tokens
     return left, moving if moving > start and moving not in left else None
 
 

@@ -51,6 +51,22 @@ def test_a_prompt_ends_after_as_few_chunks_as_its_length_allows(tokens: int, dem
     assert steps == -(-tokens // chunk)
 
 
+@given(st.lists(SIZES, min_size=1, max_size=8), st.integers(0, 40), SIZES, SIZES)
+def test_a_prompt_is_cut_at_multiples_alone(pending: list[int], demand: int, chunk: int, cut_tokens: int) -> None:
+    """With as few chunks as the multiples that fit into one allow; who joins is not cut at all."""
+    chunk = max(chunk, cut_tokens)
+    counts = cut_chunks(pending, demand, chunk, cut_tokens)
+    assert counts[1:] == pending[1 : len(counts)] and sum(counts) <= chunk
+    done, steps = 0, 0
+    while done < pending[0]:
+        (count,) = cut_chunks([pending[0] - done], demand, chunk, cut_tokens)
+        done += count
+        steps += 1
+        assert done % cut_tokens == 0 or done == pending[0]
+    most = chunk // cut_tokens * cut_tokens
+    assert steps == 1 + max(0, -(-(pending[0] - chunk) // most))
+
+
 @given(SIZES, st.integers(0, 40), SIZES)
 def test_a_request_is_short_if_one_demand_chunk_takes_all_it_has_left(tokens: int, demand: int, chunk: int) -> None:
     (count,) = cut_chunks([tokens], demand, chunk)

@@ -38,7 +38,13 @@ STATEFUL = [
     for limits, snapshots in zip(SCARCE, (3, 1, 2, 6, 0, 12), strict=True)
 ]
 """Of models with recurrent state: with no slot but those of running requests, a few more, and plenty."""
-ANY = [*SCARCE, *STATEFUL]
+EXACT = [
+    replace(limits, chunk_tokens=limits.chunk_tokens + 3, cut_tokens=8)
+    for limits in STATEFUL
+    if limits.chunk_tokens > 6
+]
+"""The same, where answers are to repeat bit for bit."""
+ANY = [*SCARCE, *STATEFUL, *EXACT]
 
 
 def make_request(sequence: int, prompt: list[int] | int, max_tokens: int) -> Request:
