@@ -111,6 +111,7 @@ class Engine:
             name=name,
             ordinal=ordinals[worker_names(config.workers).index(name)],
             copy_engine=endpoints.get("copyengine", ""),
+            deterministic=config.deterministic,
             threads=max(1, (psutil.cpu_count(logical=False) or 1) - 1) // config.workers or 1,  # a core for the copies
             **on_device,
         )
@@ -166,7 +167,7 @@ def check(config: LaunchConfig) -> int:
     survey = found.plan.survey(asked)
     gpus = found.placement.gpus
     rate = gpu_rate(gpus[0].ordinal) if gpus else host_rate()
-    settings = Settings(asked, config.demand_tokens, config.collect_stats)
+    settings = Settings(asked, config.demand_tokens, config.collect_stats, config.deterministic)
     where = f"{found.placement.device}, {found.placement.reason}"
     print(f"{found.model.directory} ({found.model.spec.architecture}, {found.plan.dtype}) on {where}\n")
     print(report(found.plan, survey, settings, rate), flush=True)

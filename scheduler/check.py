@@ -26,6 +26,7 @@ from copyengine.model_spec import MoeSpec
 from copyengine.planning import Need, Plan, Survey, mb
 from scheduler.collected_stats import Figures
 
+REPEATED = "repeat bit for bit, whatever else is served (--deterministic)"
 PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 4096)
 
 
@@ -35,6 +36,7 @@ class Settings(Struct, frozen=True):
     wanted: Wanted
     demand_tokens: int
     stats_file: str = ""  # of an earlier run with --collect-stats
+    deterministic: bool = False
 
 
 class Kind(NamedTuple):
@@ -48,6 +50,7 @@ def report(plan: Plan, survey: Survey, settings: Settings, rate: LinkRate) -> st
     """The whole text; without rates and times where it does not fit, which are those of sizes that nobody will have."""
     lines = [line for need in survey.needs if need.parts for line in memory_table(need)]
     lines += ["", *size_lines(plan, survey.budget, settings.wanted), *kv_lines(plan, settings.wanted, rate)]
+    lines += [f"answers    {REPEATED}"] if settings.deterministic else []
     if any(need.short_nbytes > 0 for need in survey.needs):
         return "\n".join(lines)
     moe = plan.spec.moe

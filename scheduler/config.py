@@ -109,6 +109,13 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             extra_json_schema={"aliases": ["--disable-radix-cache"]},
         ),
     ] = False
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="the same answer to the same request, bit for bit, whatever else is served, cached or in slots "
+            "and however its prompt is cut; slower"
+        ),
+    ] = False
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = DEFAULT_PORT
     collect_stats: Annotated[

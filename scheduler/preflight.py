@@ -22,6 +22,7 @@ from copyengine.wire.loop import resolve
 from scheduler.config import LaunchConfig, ServingConfig
 from scheduler.http.config import DEFAULT_BODY_NBYTES, DEFAULT_HTTP_HOST
 from scheduler.http.listening import open_listener, read_key
+from worker.protocol import STATE_CUT_TOKENS
 
 LEAST_MODEL_LEN = 2
 """A prompt token and an answer token."""
@@ -100,6 +101,21 @@ def max_model_len(config: ServingConfig, positions: int, kv_tokens: int) -> int:
     return asked or min(positions, kv_tokens)
 
 
+def cut_tokens(config: ServingConfig, recurrent: bool) -> int | None:
+    """Multiples at which alone prompts are cut, if there are any; see CoreLimits. ConfigError if no chunk has one.
+
+    A model that is not `recurrent` has no state that would depend on the cuts.
+    """
+    if not (config.deterministic and recurrent):
+        return None
+    if config.chunked_prefill_size < STATE_CUT_TOKENS:
+        raise ConfigError(
+            f"--chunked-prefill-size {config.chunked_prefill_size}: a model with recurrent state is prefilled by "
+            f"{STATE_CUT_TOKENS} tokens with --deterministic; use {STATE_CUT_TOKENS} or more"
+        )
+    return STATE_CUT_TOKENS
+
+
 class Inspected(NamedTuple):
     """What was found of model and machine, whatever fits."""
 
@@ -154,6 +170,7 @@ def preflight(config: LaunchConfig, say: Callable[[str], object]) -> Preflight:
 def check_serving(config: ServingConfig, model: Model, budget: Budget) -> None:
     """ConfigError if a scheduler with these sizes would refuse to serve."""
     max_model_len(config, model.spec.max_position, budget.kv_tokens)
+    cut_tokens(config, recurrent=budget.state_slots > 0)
 
 
 def wanted(config: ServingConfig, workers: int = 1) -> Wanted:

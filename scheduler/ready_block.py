@@ -7,6 +7,7 @@ import psutil
 from copyengine.checkpoint.model import Model
 from copyengine.placement import Placement
 from copyengine.wire.lifecycle import Ready
+from scheduler.check import REPEATED
 from scheduler.client import DEFAULT_ENDPOINT
 
 Facts = dict[str, str | int | float | bool]
@@ -29,6 +30,7 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str,
         "KV": f"{facts['kv_tokens']} tokens, {_mb(facts['kv_nbytes'])}{kv_where}; one request may take "
         f"{facts['max_model_len']}",
         **state_lines(facts),
+        **({"answers": REPEATED} if facts["deterministic"] else {}),
         "event loop": facts["event_loop"],
         "try": _client_command(endpoint),
         **({"": _curl_command(url)} if url else {}),

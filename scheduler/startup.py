@@ -16,7 +16,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core import Core, CoreLimits
 from scheduler.grammar import Grammars
 from scheduler.lane import Lane
-from scheduler.preflight import max_model_len
+from scheduler.preflight import cut_tokens, max_model_len
 from scheduler.ticket import Service
 from scheduler.tokenize import TextCodec, load_text_codec
 from worker.client import WorkerClient
@@ -91,9 +91,13 @@ async def load_worker(
         on_progress(Progress(progress.phase, progress.done_nbytes, progress.total_nbytes, whose))
 
     try:
-        return await worker.load(load_request(config), config.ready_timeout_s + LOAD_MARGIN_S, relay)
+        facts = await worker.load(load_request(config), config.ready_timeout_s + LOAD_MARGIN_S, relay)
     except PeerTimeout as error:
         raise PeerTimeout(f"{error}; raise --ready-timeout-s if the machine is only slow") from None
+    if facts.deterministic != config.deterministic:
+        which = "this scheduler" if config.deterministic else "the worker"
+        raise ConfigError(f"--deterministic: only {which} was started with it; start both with it, or neither")
+    return facts
 
 
 async def close_all(workers: list[WorkerClient]) -> None:
@@ -151,6 +155,7 @@ def new_core(config: SchedulerConfig, demand_tokens: int, facts: Loaded) -> Core
         prefix_cache=not config.disable_prefix_cache,
         state_slots=facts.state_slots,
         state_nbytes=facts.state_nbytes,
+        cut_tokens=cut_tokens(config, recurrent=facts.state_slots > 0),
     )
     return Core(limits)
 
@@ -177,6 +182,7 @@ def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded])
         "kv_placement": config.kv_placement,
         "state_slots": first.state_slots,
         "state_nbytes": first.state_nbytes,
+        "deterministic": config.deterministic,
         "max_model_len": service.max_model_len,
         "demand_tokens": service.demand_tokens,
         "copy_engine": first.copy_engine,

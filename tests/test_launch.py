@@ -42,6 +42,7 @@ FLAGS = {
     "--kv-placement": "device",
     "--state-slots": "auto",
     "--disable-prefix-cache": False,
+    "--deterministic": False,
     "--dtype": "auto",
     "--load-format": "auto",
     "--expert-activations": "plain",
@@ -180,7 +181,7 @@ FACTS: dict[str, Any] = {
     "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 10**9,
     "pinned_nbytes": 10**9, "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host",
     "max_model_len": 16, "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop", "state_slots": 32,
-    "cache_policy": "lrfu",
+    "cache_policy": "lrfu", "deterministic": False,
     "state_nbytes": 64_000_000,
 }  # fmt: skip
 
@@ -199,7 +200,9 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
     ):
         assert words in block, block
     without = ready_block(made_up, placement, Ready(FACTS | {"state_slots": 0}), "tcp://127.0.0.1:1")
-    assert "recurrent" not in without and "http" not in without.lower()
+    assert "recurrent" not in without and "http" not in without.lower() and "repeat" not in without
+    exact = ready_block(made_up, placement, Ready(FACTS | {"deterministic": True}), "tcp://127.0.0.1:1")
+    assert "answers     repeat bit for bit, whatever else is served (--deterministic)" in exact
 
 
 def test_the_ready_block_says_where_http_is_served(made_up: Model) -> None:
@@ -233,6 +236,17 @@ def test_the_front_is_told_what_launch_was(made_up: Model, monkeypatch: pytest.M
         )
 
 
+def test_scheduler_and_workers_are_told_that_answers_repeat(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_host_memory(monkeypatch, 20 * GB)
+    common = ("--device", "cpu", "--load-format", "dummy", "--model", str(made_up.directory), "--port", "0")
+    config = settings(*common, "--deterministic")
+    engine = launch.Engine(config, preflight(config, print), ProgressLine())
+    module, argv = engine.command("worker0", {"copyengine": "tcp://copyengine"})
+    assert cli.parse(WorkerConfig, argv, module).deterministic
+    module, argv = engine.command("scheduler", {"worker0": "tcp://worker0"})
+    assert cli.parse(SchedulerConfig, argv, module).deterministic
+
+
 @pytest.mark.parametrize(("pinned_nbytes", "words"), [(0, "only 0.0 MB"), (6 * 10**8, "only 600.0 MB")])
 def test_the_ready_block_says_what_could_not_be_pinned(made_up: Model, pinned_nbytes: int, words: str) -> None:
     placement = Placement((H200,), "process", "--device auto: a GPU was found", "")
@@ -255,6 +269,7 @@ def test_each_worker_is_told_its_gpu(made_up: Model, monkeypatch: pytest.MonkeyP
         worker = cli.parse(WorkerConfig, argv, module)
         assert (module, worker.name, worker.device, worker.ordinal) == ("worker", f"worker{i}", "cuda", 2 * i)
         assert worker.copy_engine == "tcp://copyengine"
+        assert not worker.deterministic
     module, argv = engine.command("scheduler", {"worker0": "tcp://worker0", "worker1": "tcp://worker1"})
     scheduler = cli.parse(SchedulerConfig, argv, module)
     assert (scheduler.load_format, scheduler.slots, scheduler.port) == ("dummy", found.budget.slots, 0)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
 from copyengine.protocol import Loaded
 from copyengine.protocol import LoadProgress as BankProgress
 from copyengine.wire.errors import ConfigError, PeerError
@@ -82,6 +84,7 @@ class EngineLoader:
             raise
         load_s = time.monotonic() - start_s
         facts = engine.facts_of(prepared, backend, kv, slots, banks, self._link.kind, load_s)
+        facts = replace(facts, deterministic=self._config.deterministic)
         return engine.Engine(facts, runner, slots, backend, lost)
 
     def close(self) -> None:

@@ -14,6 +14,10 @@ LOGGED_STEPS = 128
 NOT_FINITE = -2
 """In place of a token: what a step computed of a sequence is not a number somewhere, or infinite."""
 
+STATE_CUT_TOKENS = 64
+"""A prompt of a model with recurrent state may be cut at multiples of this, and its state kept there and gone on from,
+and a deterministic worker computes the same bits: there the pieces begin that it takes a prompt in by."""
+
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +171,7 @@ class Loaded(Struct, frozen=True, tag=True):
     state_slots: int = 0  # recurrent states that can be kept; 0: the model has none
     state_nbytes: int = 0  # of all of them
     pinned_nbytes: int = 0  # of the banks: what the device copies by itself
+    deterministic: bool = False  # what it computes of a sequence depends on nothing else
 
 
 class ExpertStats(Struct, frozen=True):

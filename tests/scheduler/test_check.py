@@ -47,6 +47,12 @@ def test_what_is_needed_adds_up_and_is_compared_with_what_is_there() -> None:
     assert any(name.startswith("KV (") for name in gpu) and any(name.startswith("slot pool (") for name in gpu)
 
 
+def test_that_answers_repeat_is_said() -> None:
+    text = report(PLAN, PLAN.survey(WANTED), Settings(WANTED, 512, deterministic=True), RATE)
+    assert "answers    repeat bit for bit, whatever else is served (--deterministic)\n" in text
+    assert "--deterministic" not in text_of()
+
+
 def test_every_gpu_and_what_is_missing_is_listed() -> None:
     plan = msgspec.structs.replace(PLAN, gpus=(FreeGpu("cuda:0 X", 80 * GB), FreeGpu("cuda:1 Y", 16 * GB)))
     wanted = msgspec.structs.replace(WANTED, workers=2, slots=6000, kv_placement="host")

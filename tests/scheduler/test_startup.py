@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from scheduler import startup
 from scheduler.config import SchedulerConfig
+from scheduler.preflight import cut_tokens
 from tests.scheduler.rig import engine, on_loop
 from worker.protocol import Load
 
@@ -79,6 +80,43 @@ def test_a_worker_that_is_not_there_is_given_up_and_the_setting_named(
         context.term()
 
     on_loop("selector", main)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_worker_that_computes_otherwise_than_the_scheduler_cuts_is_refused(model: Path, asked: bool) -> None:
+    async def main() -> None:
+        which = "this scheduler" if asked else "the worker"
+        with pytest.raises(ConfigError, match=f"--deterministic: only {which} was started with it"):
+            async with engine(model, deterministic=asked, facts={"deterministic": not asked}):
+                pass
+        async with engine(model, deterministic=asked, facts={"deterministic": asked}):
+            pass
+
+    on_loop("selector", main)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "state_slots", "cut_tokens"), [(True, 9, 64), (True, 0, None), (False, 9, None)]
+)
+def test_only_prompts_of_recurrent_models_whose_answers_are_to_repeat_are_cut_at_multiples(
+    model: Path, deterministic: bool, state_slots: int, cut_tokens: int | None
+) -> None:
+    async def main() -> None:
+        facts = {"deterministic": deterministic, "state_slots": state_slots}
+        async with engine(model, deterministic=deterministic, facts=facts, max_running_requests=4) as rig:
+            assert rig.service.lanes[0].core.limits.cut_tokens == cut_tokens
+
+    on_loop("selector", main)
+
+
+def test_chunks_that_hold_no_multiple_are_refused() -> None:
+    """63 of 64 tokens, where it matters."""
+    config = SchedulerConfig(model="m", workers="", deterministic=True, chunked_prefill_size=63)
+    with pytest.raises(ConfigError, match=r"--chunked-prefill-size 63: .* use 64 or more"):
+        cut_tokens(config, recurrent=True)
+    assert cut_tokens(config, recurrent=False) is None
+    assert cut_tokens(replace(config, chunked_prefill_size=64), recurrent=True) == 64
+    assert cut_tokens(replace(config, deterministic=False), recurrent=True) is None
 
 
 @pytest.mark.parametrize("workers", ["foo", "tcp://127.0.0.1:9,foo"])
