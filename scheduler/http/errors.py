@@ -119,9 +119,9 @@ def progress_of(health: HealthReply) -> str:
     return f": {health.loading}, {health.done_nbytes / 1e6:,.0f} of {health.total_nbytes / 1e6:,.0f} MB"
 
 
-def draining() -> ApiError:
+def draining(why: str = "the engine finishes what runs and takes nothing new") -> ApiError:
     """503: the engine is stopping."""
-    return _unavailable("draining", "the engine finishes what runs and takes nothing new")
+    return _unavailable("draining", why)
 
 
 def internal(request_id: str) -> ApiError:
@@ -184,8 +184,8 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
             return ApiError(429, "rate_limit_error", message, code=error.code, retry_after_s=RETRY_QUEUE_S)
         case "not_ready":
             return _unavailable(error.code, "the model is still loading, or a worker is started anew")
-        case "draining":
-            return draining()
+        case "draining":  # for who was running, that nothing new is taken would explain nothing
+            return draining(without_paths(error.detail))
         case "worker_failed":
             return _unavailable(error.code, "the worker that computed the answer failed; ask again")
         case "bad_logits":

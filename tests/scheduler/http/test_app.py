@@ -254,6 +254,7 @@ def test_the_end_of_the_process_is_told_to_who_waits(model: Path) -> None:
             assert error_of(await whole) == (503, "draining")
             got = await stream.until(b"0\r\n\r\n")
             assert b'"code":"draining"' in got and b"[DONE]" not in got
+            assert b"the engine is stopping" in got, "not that it finishes what runs"
             stream.close()
             await rig.at_rest()
 
