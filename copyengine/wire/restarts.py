@@ -6,7 +6,8 @@ down ──Start──> starting ──Listening──> listening ──Ready, J
  │                                  Stop: what it needs has died
  └───────────────────Exited─────────────────────────── ending
 ```
-An end that nobody asked for is a death: the dead is started anew, and with it all that need it.
+An end that nobody asked for is a death: the dead is started anew, and with it all that need it, after a pause that
+grows with the deaths in a row (deaths.py).
 """
 
 import math
@@ -29,7 +30,8 @@ class Role(Struct, frozen=True):
     word and may wait in vain for one that is dead: so long it falls with what it uses, too, which is no death of its
     own. One that it calls comes back where it was, and neither is told of the other.
 
-    Who `takes_requests` is asked to finish them when the run is to end.
+    Who `takes_requests` is asked to finish them when the run is to end. What is `spare` is started anew for ever, and
+    its deaths are counted apart: the run is of use to others without it, who would lose what they have for nothing.
     """
 
     name: str
@@ -37,15 +39,18 @@ class Role(Struct, frozen=True):
     uses: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     takes_requests: bool = False
+    spare: bool = False
 
 
 class Patience(Struct, frozen=True):
-    """Seconds until something is given up. `serve_s` begins anew with every Progress, and is set by flag `knob`."""
+    """Seconds until something is given up. `serve_s` begins anew with every Progress, and is set by flag `knob`. Who
+    serves has `answer_s` to say that it is alive; 0: for ever."""
 
     listen_s: float
     serve_s: float
     end_s: float
     knob: str
+    answer_s: float = 0.0
 
 
 class Start(Struct, frozen=True):
@@ -93,11 +98,13 @@ Phase = Literal["down", "starting", "listening", "serving", "ending"]
 class _Place:
     """Where the process of one role stands."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, deaths: DeathCount) -> None:
         self.role = role
         self.phase: Phase = "down"
         self.endpoint = ""  # while it listens or serves
         self.due_s = math.inf
+        self.rest_until_s = -math.inf  # before which it is not started anew
+        self.deaths = deaths  # that end the run's patience with it
         self.last_word = ""  # what it, or one that works with it, said is wrong
         self.introduced: set[str] = set()  # who has to say Joined: they ran before it listened
 
@@ -120,7 +127,7 @@ class Restarts:
         """`roles` in their order: each after those it needs, uses and calls."""
         self.deaths = DeathCount()
         self._patience = patience
-        self._places = {role.name: _Place(role) for role in roles}
+        self._places = {role.name: _Place(role, DeathCount(most=None) if role.spare else self.deaths) for role in roles}
         self._began = False  # all have served at some time
         self._broken_s: float | None = None  # since when not all serve, after they did
 
@@ -142,6 +149,11 @@ class Restarts:
         """Who takes requests now."""
         places = self._places.values()
         return [place.role.name for place in places if place.role.takes_requests and place.phase == "serving"]
+
+    @property
+    def watched(self) -> list[str]:
+        """Who should answer at any time. Those that start are given the time that `Patience` says."""
+        return [place.role.name for place in self._places.values() if place.phase == "serving"]
 
     def begin(self, now_s: float) -> list[Action]:
         """The first start."""
@@ -184,7 +196,15 @@ class Restarts:
                     return [GiveUp(PeerTimeout(place.last_word))]
             place.due_s = math.inf
             actions.append(Kill(place.role.name))
-        return actions
+        return actions + self._start_possible(now_s)
+
+    def silent(self, name: str, seconds: float) -> list[Action]:
+        """`name` serves, and has not answered for `seconds`: its process is stopped, or hangs."""
+        place = self._places[name]
+        place.last_word = f"it has answered nothing for {seconds:g} s (--watchdog-s)"
+        if not self._began:
+            return [GiveUp(PeerTimeout(f"{name} hangs: {place.last_word}"))]
+        return [Kill(name)]
 
     def _is_at(self, name: str, endpoint: str) -> bool:
         """Whether the process of that name that runs now is the one at `endpoint`; what is said of others is late."""
@@ -196,7 +216,7 @@ class Restarts:
         for place in self._places.values():
             role = place.role
             endpoints = {name: self._places[name].endpoint for name in (*role.needs, *role.uses, *role.calls)}
-            if place.phase == "down" and all(endpoints.values()):
+            if place.phase == "down" and now_s >= place.rest_until_s and all(endpoints.values()):
                 place.enter("starting", now_s + self._patience.listen_s)
                 for used in role.uses:
                     self._places[used].introduced.discard(role.name)
@@ -225,10 +245,11 @@ class Restarts:
     def _serves(self, place: _Place, by: str, now_s: float) -> list[Action]:
         place.introduced.discard(by)
         place.enter("serving")
+        if all(other.phase == "serving" for other in self._places.values() if other.deaths is place.deaths):
+            place.deaths.served(now_s)
         if not self.serving:
             return []
         broken_s, self._broken_s, self._began = self._broken_s, None, True
-        self.deaths.served(now_s)
         return [] if broken_s is None else [Say(f"serving again after {now_s - broken_s:.1f} s")]
 
     def _users(self, name: str) -> list[_Place]:
@@ -246,7 +267,7 @@ class Restarts:
         error = from_code(code, detail)
         if not self._began:
             return [GiveUp(error)]
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) and not place.role.spare:
             return [GiveUp(PeerDied(f"{place.role.name} cannot be started anew: {detail}"))]
         return []
 
@@ -276,11 +297,13 @@ class Restarts:
 
     def _died(self, place: _Place, cause: str, now_s: float) -> list[Action]:
         """All that need it end too, and then all start anew."""
-        self.deaths.died(cause, now_s)
-        if self.deaths.too_many:
-            return [GiveUp(PeerDied(self.deaths.summary))]
+        deaths = place.deaths
+        deaths.died(cause, now_s)
+        if deaths.too_many:
+            return [GiveUp(PeerDied(deaths.summary))]
         if self._broken_s is None:
             self._broken_s = now_s
+        place.rest_until_s = now_s + deaths.pause_s
         fallen = self._fallen(place)
         actions: list[Action] = []
         for other in fallen:
@@ -288,7 +311,7 @@ class Restarts:
                 other.enter("ending", now_s + self._patience.end_s)
                 actions.append(Stop(other.role.name))
         anew = ", ".join(other.role.name for other in (place, *fallen))
-        say = Say(f"{cause}; starting {anew} anew ({self.deaths.ordinal})")
+        say = Say(f"{cause}; starting {anew} anew ({deaths.ordinal})")
         return [say, *actions, *self._start_possible(now_s)]
 
     def _fallen(self, dead: _Place) -> list[_Place]:

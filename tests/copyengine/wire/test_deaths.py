@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copyengine.wire.deaths import MOST_DEATHS, QUIET_S, DeathCount, how_it_ended
+from copyengine.wire.deaths import MOST_DEATHS, MOST_PAUSE_S, QUIET_S, DeathCount, how_it_ended
 
 Happenings = list[tuple[bool, float]]
 """Each a death or that all serve, and the seconds since the one before."""
@@ -44,6 +44,19 @@ def test_what_is_said_at_the_end_names_the_first_cause() -> None:
         assert not count.too_many
         count.died(f"cause {i}", i)
     assert count.too_many and count.summary == "given up after 5 deaths in a row; the first: cause 0"
+
+
+def test_pauses_grow_to_a_bound_and_a_row_without_an_end_is_never_too_many() -> None:
+    count, pauses = DeathCount(most=None), []
+    for i in range(2000):
+        count.died(f"cause {i}", i)
+        pauses.append(count.pause_s)
+        assert not count.too_many
+    assert pauses[:7] == [0, 1, 2, 4, 8, 16, 16] and set(pauses[7:]) == {MOST_PAUSE_S}
+    assert count.ordinal == "death 2000 in a row; after a pause of 16 s"
+    few = DeathCount()
+    few.died("a cause", 0)
+    assert few.ordinal == "death 1 in a row; 5 give up"
 
 
 @pytest.mark.parametrize(

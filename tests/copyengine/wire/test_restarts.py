@@ -7,9 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copyengine.wire.child import Exited, Said
-from copyengine.wire.deaths import MOST_DEATHS, QUIET_S
+from copyengine.wire.deaths import MOST_DEATHS, MOST_PAUSE_S, QUIET_S
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError
-from copyengine.wire.lifecycle import EXIT_PEER, Event, Joined, Listening, Peer, PeerLost, Progress, Ready, StartFailed
+from copyengine.wire.lifecycle import (
+    EXIT_CONFIG,
+    EXIT_PEER,
+    Event,
+    Joined,
+    Listening,
+    Peer,
+    PeerLost,
+    Progress,
+    Ready,
+    StartFailed,
+)
 from copyengine.wire.restarts import Action, GiveUp, Introduce, Kill, Patience, Restarts, Role, Say, Start, Stop
 
 ROLES = (
@@ -17,7 +28,7 @@ ROLES = (
     Role("worker0", needs=("copyengine",)),
     Role("worker1", needs=("copyengine",)),
     Role("scheduler", uses=("worker0", "worker1"), takes_requests=True),
-    Role("http", calls=("scheduler",), takes_requests=True),
+    Role("http", calls=("scheduler",), takes_requests=True, spare=True),
 )
 WORKERS = ("worker0", "worker1")
 PATIENCE = Patience(listen_s=30, serve_s=140, end_s=5, knob="--ready-timeout-s")
@@ -125,11 +136,15 @@ class World:
         return any(process.endpoint == endpoint and process.listens for process in self.living.values())
 
     def settle(self) -> None:
-        """Until nothing happens any more."""
+        """Until nothing happens any more, also after the longest pause before a start."""
+        paused_s = 0.0
         for _ in range(500):
             moved = [self.advance(process) for process in list(self.living.values())]
             if not any(self.pipes.values()) and not any(moved):
-                return
+                if self.restarts.serving or paused_s > MOST_PAUSE_S:
+                    return
+                paused_s += 1.0
+                self.wait(1.0)
             self.deliver_all()
             if self.given_up is not None:
                 return
@@ -198,8 +213,9 @@ def test_a_death_takes_down_those_that_need_the_dead(dead: str, anew: list[str])
     world.check_serving()
     assert world.starts[len(ROLES) :] == anew
     assert all(world.living[name] is process for name, process in untouched.items())
+    how_many = "death 1 in a row" if dead == "http" else "death 1 in a row; 5 give up"
     assert world.said == [
-        f"{dead} was killed by SIGKILL; starting {', '.join(anew)} anew (death 1 in a row; 5 give up)",
+        f"{dead} was killed by SIGKILL; starting {', '.join(anew)} anew ({how_many})",
         "serving again after 0.0 s",
     ]
 
@@ -259,6 +275,7 @@ def restart(world: World, name: str) -> None:
     """`name` dies and its successor listens; all of that is heard."""
     world.die(name, KILLED)
     world.deliver(name)
+    world.wait(world.restarts.deaths.pause_s)
     world.advance(world.living[name])
     world.deliver(name)
 
@@ -266,11 +283,7 @@ def restart(world: World, name: str) -> None:
 def test_a_worker_does_not_serve_before_the_scheduler_says_so_of_this_one() -> None:
     """What the scheduler said of the one before is heard when the next one listens already."""
     world = served()
-    restart(world, "scheduler")
-    world.advance(world.living["scheduler"])  # says Ready
     restart(world, "worker0")
-    world.deliver("scheduler")
-    assert world.restarts.phase("worker0") == "listening"
     world.advance(world.living["scheduler"])  # says Joined
     restart(world, "worker0")
     world.deliver("scheduler")
@@ -302,6 +315,51 @@ def test_five_deaths_in_a_row_are_given_up_with_the_first_cause() -> None:
         world.settle()
     assert isinstance(world.given_up, PeerDied)
     assert str(world.given_up).endswith("5 deaths in a row; the first: worker1 was killed by SIGKILL")
+
+
+def test_each_death_of_a_row_is_followed_by_a_longer_pause() -> None:
+    """Against the table: none, 1, 2, 4 s; nobody else waits for it, and it is said."""
+    world = served()
+    for death, pause_s in enumerate((0, 1, 2, 4), 1):
+        world.die("worker0", KILLED)
+        world.deliver_all()
+        assert (f"after a pause of {pause_s} s" in world.said[-1]) == (pause_s > 0), world.said[-1]
+        if pause_s:
+            world.wait(pause_s - 0.1)
+            assert "worker0" not in world.living
+            world.wait(0.1)
+        assert "worker0" in world.living
+        world.settle()
+        world.check_serving()
+        assert world.restarts.deaths.in_a_row == death
+        assert world.starts == [*(role.name for role in ROLES), *["worker0"] * death]
+
+
+def test_a_spare_process_ends_no_run_however_often_it_dies() -> None:
+    """Not by a refusal to start anew either. Its deaths are not those of others, whose row a quiet minute ends."""
+    world = served()
+    for _ in range(3 * MOST_DEATHS):
+        world.die("http", KILLED)
+        world.settle()
+        world.check_serving()
+    world.die("http", KILLED)
+    world.deliver_all()
+    assert world.said[-1].endswith(f"anew (death {3 * MOST_DEATHS + 1} in a row; after a pause of {MOST_PAUSE_S:g} s)")
+    world.wait(MOST_PAUSE_S)
+    world.say("http", StartFailed("config", "the port is taken"))
+    world.die("http", EXIT_CONFIG)
+    world.deliver_all()
+    assert "http ended with exit code 2: the port is taken" in world.said[-1]
+    for _ in range(MOST_DEATHS - 1):
+        world.die("worker0", KILLED)
+        world.settle()
+    world.wait(QUIET_S)
+    world.die("http", KILLED)
+    world.settle()
+    world.die("worker0", KILLED)
+    world.settle()
+    assert world.given_up is None and world.restarts.deaths.in_a_row == 1
+    world.check_serving()
 
 
 def test_a_quiet_minute_forgives() -> None:
@@ -348,6 +406,26 @@ def test_a_worker_that_hangs_is_killed_and_its_death_has_the_reason() -> None:
     assert world.living["worker0"] is not old and world.said[0].startswith(
         "worker0 was killed by SIGKILL: a step took too long; starting worker0 anew"
     )
+
+
+def test_who_does_not_answer_is_killed_and_its_death_has_the_reason() -> None:
+    world = served()
+    assert world.restarts.watched == [role.name for role in ROLES]
+    world.die("worker1", KILLED)
+    world.deliver_all()
+    world.advance(world.living["worker1"])
+    world.deliver_all()
+    assert "worker1" not in world.restarts.watched, "it loads, for which it has the time of a start"
+    world.settle()
+    world._carry_out(world.restarts.silent("scheduler", 20))
+    world.settle()
+    world.check_serving()
+    assert world.said[2].startswith("scheduler was killed by SIGKILL: it has answered nothing for 20 s")
+    first = World()
+    first.advance(first.living["copyengine"])
+    first.deliver_all()
+    first._carry_out(first.restarts.silent("copyengine", 20))
+    assert isinstance(first.given_up, PeerTimeout) and "copyengine hangs" in str(first.given_up)
 
 
 @pytest.mark.parametrize(("listens", "seconds"), [(False, PATIENCE.listen_s), (True, PATIENCE.serve_s)])
