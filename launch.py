@@ -62,7 +62,13 @@ class Engine:
         self._run_id = f"ss{secrets.token_hex(4)}"
         self._supervisor = Supervisor(
             roles(config.workers, found.placement, http=config.http_port is not None),
-            Patience(LISTEN_TIMEOUT_S, config.ready_timeout_s + LAST_WORD_S, STOP_GRACE_S, "--ready-timeout-s"),
+            Patience(
+                LISTEN_TIMEOUT_S,
+                config.ready_timeout_s + LAST_WORD_S,
+                STOP_GRACE_S,
+                "--ready-timeout-s",
+                config.watchdog_s,
+            ),
             self.command,
             say=log.warning,
             on_progress=progress.show,
@@ -82,8 +88,9 @@ class Engine:
 
         Meanwhile a terminal shows what is going on.
         """
-        with LiveStatus(self.scheduler_endpoint, sys.stderr, self._config.event_loop):
-            return self._supervisor.serve()
+        supervisor = self._supervisor
+        with LiveStatus(self.scheduler_endpoint, sys.stderr, self._config.event_loop, lambda: supervisor.draining):
+            return supervisor.serve()
 
     def told(self, name: str) -> None:
         """Signal `name` came."""
@@ -151,11 +158,12 @@ def worker_names(workers: int) -> list[str]:
 def roles(workers: int, placement: Placement, http: bool = False) -> list[Role]:
     """The processes in the order of their start: rest_for_one, but that the scheduler outlives what it works with.
 
-    The HTTP front is a client like others: it needs no scheduler but to be started with.
+    The HTTP front is a client like others: it needs no scheduler but to be started with. However often it dies, it
+    ends no run: ZMQ's clients would lose their answers by it, and a restart of it costs nobody anything.
     """
     needs = ("copyengine",) if placement.copy_engine == "process" else ()
     names = worker_names(workers)
-    front = [Role("http", calls=("scheduler",), takes_requests=True)] if http else []
+    front = [Role("http", calls=("scheduler",), takes_requests=True, spare=True)] if http else []
     scheduler = Role("scheduler", uses=tuple(names), takes_requests=True)
     return [*map(Role, needs), *(Role(name, needs=needs) for name in names), scheduler, *front]
 

@@ -30,6 +30,11 @@ MOST_BYTES = 2**48 - 1
 
 DEFAULT_PORT = 5757
 
+DEFAULT_WATCHDOG_S = 20.0
+"""Longer than an event loop is held up by anything that is well: 0.9 s by the largest tokenizer's grammars, 0.6 s by
+the worst HTTP body, a few seconds by a machine that swaps, ten by somebody who stops a process to look at it. Shorter
+than the 30 s after which clients (SILENCE_S) and steps (COPY_DEADLINE_S) give up by themselves and name no cause."""
+
 
 class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What launch.py and a scheduler started alone have in common."""
@@ -156,4 +161,13 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     http_host: HttpHost = DEFAULT_HTTP_HOST
     api_key: ApiKey = ""
     http_max_body_bytes: MaxBodyBytes = DEFAULT_BODY_NBYTES
+    watchdog_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="seconds that a serving process may leave the question whether it is alive unanswered; then it "
+            "is killed and started anew; 0: for ever, as under a debugger",
+        ),
+    ] = DEFAULT_WATCHDOG_S
     prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None

@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from typing import Self, TextIO
 
 from copyengine.wire.errors import SlotstreamError
@@ -35,7 +36,11 @@ class LiveStatus:
     prints erases it first. A scheduler that is gone is waited for.
     """
 
-    def __init__(self, endpoint: str, out: TextIO, event_loop: EventLoop = "auto") -> None:
+    def __init__(
+        self, endpoint: str, out: TextIO, event_loop: EventLoop = "auto", ending: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`ending`: whether the engine ends, so that a scheduler that is gone has done what it should."""
+        self._ending = ending
         self._endpoint = endpoint
         self._out = out
         self._event_loop = event_loop
@@ -75,7 +80,7 @@ class LiveStatus:
                 async with Client(self._endpoint) as client:
                     await self._follow(client)
             except SlotstreamError:
-                self._draw("the scheduler does not answer")
+                self._draw("" if self._ending() else "the scheduler does not answer")
                 await self._pause(BUSY_S)
 
     async def _follow(self, client: Client) -> None:

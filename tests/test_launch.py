@@ -62,6 +62,7 @@ FLAGS = {
     "--check": False,
     "--log-level": "info",
     "--ready-timeout-s": 120.0,
+    "--watchdog-s": 20.0,
 }
 """Every flag of launch.py and its default."""
 
@@ -298,7 +299,9 @@ def test_who_falls_with_whom() -> None:
     ]
     thread = Placement((), "thread", "")
     assert launch.roles(1, thread) == [Role("worker0"), Role("scheduler", uses=("worker0",), takes_requests=True)]
-    assert launch.roles(1, thread, http=True)[2:] == [Role("http", calls=("scheduler",), takes_requests=True)]
+    assert launch.roles(1, thread, http=True)[2:] == [
+        Role("http", calls=("scheduler",), takes_requests=True, spare=True)
+    ]
 
 
 @pytest.mark.parametrize(

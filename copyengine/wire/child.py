@@ -84,6 +84,10 @@ class Child:
         """Tell it that a process it works with was started anew."""
         self._tell(order_line(peer))
 
+    def ask_whether_alive(self) -> None:
+        """Have it say Alive. It may be stopped and read nothing: a second question too soon may fill the pipe."""
+        self._tell(order_line("alive"))
+
     def ask_to_stop(self) -> None:
         """Close its standard input: it stops at once."""
         stdin = self._process.stdin

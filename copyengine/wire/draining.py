@@ -12,19 +12,20 @@ class Draining:
     def __init__(self, asked: Iterable[str]) -> None:
         self.code = 0
         """The run's exit code: 1 if a process ended otherwise than it should."""
+        self.hurried = False
+        """Whether a second signal came."""
         self._left = set(asked)
-        self._told = False
 
     @property
     def over(self) -> bool:
         """Whether nothing is to be waited for any more."""
-        return self._told or not self._left
+        return self.hurried or not self._left
 
     def take(self, notice: Said | Exited | Told, expected: bool = False) -> str:
         """Something was heard; what is to be said of it, if anything. `expected`: this process was told to end."""
         match notice:
             case Told():  # a second signal: at once
-                self._told = True
+                self.hurried = True
             case Exited(name=name, code=code):
                 finished = code == 0 and name in self._left
                 self._left.discard(name)

@@ -2,9 +2,10 @@
 
 A child writes one JSON line per event to standard output: `Listening` once its socket is bound, any number of
 `Progress`, then `Ready` or `StartFailed`. The parent holds the child's standard input: the line `drain` asks it to
-finish what runs and take nothing new, the line `peer NAME ENDPOINT` says that a process it works with was started anew,
-which it answers with `Joined` or `PeerLost`; end of file, which a killed parent causes too, asks it to stop at once.
-Pipes work the same on every platform and need no signals.
+finish what runs and take nothing new, the line `peer NAME ENDPOINT` says that a process it works with was started
+anew, which it answers with `Joined` or `PeerLost`; the line `alive` is answered with `Alive`, from the event loop that
+answers all else; end of file, which a killed parent causes too, asks it to stop at once. Pipes work the same on every
+platform and need no signals.
 """
 
 import os
@@ -74,7 +75,11 @@ class PeerLost(Struct, frozen=True, tag=True):
     detail: str
 
 
-Event = Listening | Progress | Ready | StartFailed | Joined | PeerLost
+class Alive(Struct, frozen=True, tag=True):
+    """The process's event loop turns. Said only when asked: nothing piles up before a parent that is stopped."""
+
+
+Event = Listening | Progress | Ready | StartFailed | Joined | PeerLost | Alive
 _decoder = msgspec.json.Decoder(Event)
 
 
@@ -102,19 +107,22 @@ class Peer(Struct, frozen=True):
     endpoint: str
 
 
-Order = Literal["drain", "stop"] | Peer
+Word = Literal["drain", "alive"]
+Order = Word | Literal["stop"] | Peer
 
 
-def order_line(order: Literal["drain"] | Peer) -> bytes:
+def order_line(order: Word | Peer) -> bytes:
     """What the parent writes into a child's standard input. There is none for "stop", which is the end of file."""
-    return f"peer {order.name} {order.endpoint}\n".encode() if isinstance(order, Peer) else b"drain\n"
+    return f"peer {order.name} {order.endpoint}\n".encode() if isinstance(order, Peer) else f"{order}\n".encode()
 
 
-def parse_order(line: bytes) -> Literal["drain"] | Peer | None:
+def parse_order(line: bytes) -> Word | Peer | None:
     """The order in one line of standard input; None for a line that is none."""
     match line.split():
         case [b"drain"]:
             return "drain"
+        case [b"alive"]:
+            return "alive"
         case [b"peer", name, endpoint] if name.isascii() and endpoint.isascii():
             return Peer(name.decode(), endpoint.decode())
     return None

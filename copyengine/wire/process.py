@@ -9,14 +9,18 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
-from copyengine.wire.lifecycle import EXIT_CONFIG, Order, Peer, StartFailed, announce, watch_parent
+from copyengine.wire.lifecycle import EXIT_CONFIG, Alive, Order, Peer, StartFailed, announce, watch_parent
 from copyengine.wire.loop import EventLoop, loop_factory
 
 log = logging.getLogger(__name__)
 
 
 class Orders:
-    """What the process was told from outside its event loop. `stop` is set by the parent's end, SIGTERM or SIGINT."""
+    """What the process was told from outside its event loop. `stop` is set by the parent's end, SIGTERM or SIGINT.
+
+    Whether it is alive is answered here: by the loop, not by the thread that hears the question, which would also
+    answer for a loop that hangs.
+    """
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -42,6 +46,8 @@ class Orders:
                 self.drain.set()
             case "stop":
                 self.stop.set()
+            case "alive":
+                announce(Alive())
             case peer:
                 self.peers.put_nowait(peer)
 

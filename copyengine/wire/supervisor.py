@@ -1,4 +1,7 @@
-"""Starts the processes of a run, watches them, starts anew what dies, stops them. Decisions are restarts.py's."""
+"""Starts the processes of a run, watches them, starts anew what dies, stops them. Decisions are restarts.py's.
+
+Nobody watches the supervisor: while it is stopped the others go on serving, and what dies stays dead until it goes on.
+"""
 
 import queue
 import time
@@ -7,14 +10,23 @@ from typing import NamedTuple
 
 from copyengine.wire.child import Child, Exited, Notice, Notices, Said, Told
 from copyengine.wire.draining import Draining
-from copyengine.wire.lifecycle import Progress, Ready
+from copyengine.wire.lifecycle import STOP_GRACE_S, Alive, Progress, Ready
 from copyengine.wire.restarts import Action, GiveUp, Introduce, Kill, Patience, Restarts, Role, Say, Start, Stop
+from copyengine.wire.watchdog import OwnTime, Watchdog
 
 POLL_S = 0.25
 """Seconds after which a signal is seen at the latest."""
 
 DRAIN_TIMEOUT_S = 60.0
 """Seconds running requests may take to finish after SIGTERM."""
+
+STOP_ALL_S = 8.0
+"""Seconds in which all have ended when told to, the last by force: more than one hangs seldom, and each has
+STOP_GRACE_S at most."""
+
+HURRY_S = 1.5
+"""The same after a second signal, of which whoever gave it expects an end in two seconds. Requests are told within half
+a second (scheduler/server.py); what a step takes longer is cut off."""
 
 
 class Command(NamedTuple):
@@ -39,6 +51,10 @@ class Supervisor:
         """`command` is what starts a role, given the endpoints of what it needs and uses. `on_end` is called after
         each end of a process, before another one is started."""
         self.notices: Notices = queue.SimpleQueue()
+        self.draining = False  # what runs is finished, and then all ends
+        self._hurried = False  # a second signal has said that not even that is waited for
+        self._now_s = OwnTime()
+        self._watchdog = Watchdog(patience.answer_s)
         self._order = [role.name for role in roles]
         self._restarts = Restarts(roles, patience)
         self._command = command
@@ -54,7 +70,7 @@ class Supervisor:
         PeerTimeout if nothing is heard for too long, PeerDied if one ends, ConfigError or what else a process reports
         as the reason it does not start, KeyboardInterrupt on a signal.
         """
-        self._carry_out(self._restarts.begin(time.monotonic()))
+        self._carry_out(self._restarts.begin(self._now_s()))
         while not self._restarts.serving:
             if isinstance(self._turn(), Told):
                 raise KeyboardInterrupt
@@ -77,10 +93,11 @@ class Supervisor:
         return self._restarts.endpoint(name)
 
     def stop(self) -> None:
-        """End all, the last first."""
+        """End all, the last first: who takes requests tells their clients while the others still live."""
+        end_s = time.monotonic() + (HURRY_S if self._hurried else STOP_ALL_S)
         for name in reversed(self._order):
             if name in self._children:
-                self._children[name].stop()
+                self._children[name].stop(max(0.0, min(STOP_GRACE_S, end_s - time.monotonic())))
 
     def kill(self) -> None:
         """End all the hard way; `stop` still has to be called."""
@@ -89,28 +106,37 @@ class Supervisor:
 
     def _turn(self) -> Notice | None:
         """Wait for a notice, no longer than POLL_S, and do what it or the time asks for; the notice."""
-        notice = self._next(time.monotonic() + POLL_S)
+        notice = self._next()
         if isinstance(notice, Said | Exited):
             self._hear(notice)
-            self._carry_out(self._restarts.take(notice, time.monotonic()))
-        self._carry_out(self._restarts.tick(time.monotonic()))
+            self._carry_out(self._restarts.take(notice, self._now_s()))
+        self._carry_out(self._restarts.tick(self._now_s()))
+        self._watch(self._restarts.watched)
         return notice
 
-    def _next(self, end_s: float) -> Notice | None:
-        """The next notice; None if there is none until `end_s` on the monotonic clock.
+    def _next(self) -> Notice | None:
+        """The next notice; None if there is none for POLL_S.
 
-        Waits in short pieces: a signal that the system hands to another thread does not interrupt a wait of this one,
-        and on Windows none does, but its handler runs between two waits.
+        Short, since a signal that the system hands to another thread does not interrupt a wait of this one, and on
+        Windows none does, but its handler runs between two waits.
         """
-        while True:
-            try:
-                return self.notices.get(timeout=max(0.0, min(POLL_S, end_s - time.monotonic())))
-            except queue.Empty:
-                if time.monotonic() >= end_s:
-                    return None
+        try:
+            return self.notices.get(timeout=POLL_S)
+        except queue.Empty:
+            return None
+
+    def _watch(self, names: Sequence[str]) -> None:
+        """Ask `names` whether they are alive, and end who does not answer."""
+        look = self._watchdog.look(names, self._now_s())
+        for name in look.ask:
+            self._children[name].ask_whether_alive()
+        for name in look.silent:
+            self._carry_out(self._restarts.silent(name, self._watchdog.patience_s))
 
     def _hear(self, notice: Said | Exited) -> None:
         match notice:
+            case Said(name=name, event=Alive()):
+                self._watchdog.heard(name, self._now_s())
             case Said(event=Progress() as progress):
                 self._on_progress(progress)
             case Said(name=name, event=Ready() as ready):
@@ -141,16 +167,24 @@ class Supervisor:
         takers = self._restarts.takers
         if not takers:  # then no request runs
             return 0
+        self.draining = True
         self._say("finishing running requests; a second signal stops at once")
         for name in takers:
             self._children[name].drain()
-        draining, end_s = Draining(takers), time.monotonic() + DRAIN_TIMEOUT_S
+        draining, end_s = Draining(takers), self._now_s() + DRAIN_TIMEOUT_S
         while not draining.over:
-            notice = self._next(end_s)
-            if notice is None:
+            if self._now_s() >= end_s:
                 self._say(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s")
                 return 1
-            expected = isinstance(notice, Exited) and self._restarts.phase(notice.name) == "ending"
-            if text := draining.take(notice, expected):
-                self._say(text)
+            if (notice := self._next()) is not None:
+                self._take_in_drain(draining, notice)
+            self._watch([name for name in self._restarts.watched if self._children[name].alive])
+        self._hurried = draining.hurried
         return draining.code
+
+    def _take_in_drain(self, draining: Draining, notice: Notice) -> None:
+        if isinstance(notice, Said | Exited):
+            self._hear(notice)
+        expected = isinstance(notice, Exited) and self._restarts.phase(notice.name) == "ending"
+        if text := draining.take(notice, expected):
+            self._say(text)

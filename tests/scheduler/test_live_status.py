@@ -106,6 +106,28 @@ def test_it_follows_a_scheduler_that_is_started_anew(
     on_loop(event_loop, main)
 
 
+def test_a_scheduler_that_is_gone_because_the_engine_ends_is_not_missed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is empty from then on."""
+    monkeypatch.setattr(live_status, "BUSY_S", 0.02)
+    monkeypatch.setattr(live_status, "QUIET_S", 0.02)
+    monkeypatch.setattr("scheduler.client.ANSWER_S", 0.3)
+    out, ending = Terminal(), threading.Event()
+
+    async def main() -> None:
+        async with engine(model) as rig:
+            status = LiveStatus(rig.endpoint, out, "selector", ending.is_set).__enter__()
+            await out.shows("0 running")
+            ending.set()
+            await rig.server.close()
+            await out.shows(f"{ERASE_LINE}\r{ERASE_LINE}\r")
+            await asyncio.to_thread(status.__exit__, None, None, None)
+        assert "does not answer" not in out.getvalue()
+
+    on_loop("selector", main)
+
+
 def test_a_long_line_does_not_wrap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not be erased if it did."""
     monkeypatch.setenv("COLUMNS", "20")

@@ -1,14 +1,14 @@
 """A process as the supervisor's tests need it: `python -m tests.copyengine.wire.lifelike_child NAME [HABIT...]`.
 
 It listens at once and is ready, answers each peer with Joined, ends at a drain, and has these habits: `stubborn` ends
-by no request, `busy` takes no notice of a drain, `mute` says nothing.
+by no request, `busy` takes no notice of a drain, `mute` says nothing, `deaf` does not answer whether it is alive.
 """
 
 import os
 import sys
 import threading
 
-from copyengine.wire.lifecycle import Joined, Listening, Order, Peer, Ready, announce, watch_parent
+from copyengine.wire.lifecycle import Alive, Joined, Listening, Order, Peer, Ready, announce, watch_parent
 
 
 def main() -> None:
@@ -17,7 +17,10 @@ def main() -> None:
     end = threading.Event()
 
     def take(order: Order) -> None:
-        if isinstance(order, Peer):
+        if order == "alive":
+            if "deaf" not in habits:
+                announce(Alive())
+        elif isinstance(order, Peer):
             announce(Joined(order.name, order.endpoint))
         elif "stubborn" not in habits and not (order == "drain" and "busy" in habits):
             end.set()

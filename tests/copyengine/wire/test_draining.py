@@ -30,7 +30,7 @@ def test_one_that_was_not_asked_should_not_end_at_all_unless_it_was_told_to() ->
 def test_a_second_signal_ends_it() -> None:
     draining = Draining(["http"])
     draining.take(Told("SIGTERM"))
-    assert draining.over and draining.code == 0
+    assert draining.over and draining.hurried and draining.code == 0
 
 
 def test_nobody_to_wait_for() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from copyengine.wire.lifecycle import (
     LINE_NBYTES,
+    Alive,
     Event,
     Joined,
     Listening,
@@ -30,6 +31,7 @@ EVENTS: list[Event] = [
     StartFailed("config", "--slots 0: too few\nsecond line, ümlaut"),
     Joined("worker1", "tcp://127.0.0.1:2"),
     PeerLost("worker1", "tcp://127.0.0.1:2", "peer_timeout", "a step took too long"),
+    Alive(),
 ]
 
 ANNOUNCE = """
@@ -84,6 +86,8 @@ def test_announcing_to_nobody_is_no_error() -> None:
 ORDERS: list[tuple[bytes, Order | None]] = [
     (b"drain", "drain"),
     (b" drain \r", "drain"),
+    (b"alive", "alive"),
+    (b"alive worker0", None),
     (b"peer worker1 tcp://127.0.0.1:5801", Peer("worker1", "tcp://127.0.0.1:5801")),
     (b"", None),
     (b"stop", None),
@@ -101,7 +105,7 @@ def test_a_line_is_an_order_or_nothing(line: bytes, order: Order | None) -> None
     assert parse_order(line) == order
 
 
-@pytest.mark.parametrize("order", ["drain", Peer("worker0", "tcp://127.0.0.1:65535")])
+@pytest.mark.parametrize("order", ["drain", "alive", Peer("worker0", "tcp://127.0.0.1:65535")])
 def test_an_order_comes_back_from_its_line(order: Any) -> None:
     assert parse_order(order_line(order).removesuffix(b"\n")) == order
 

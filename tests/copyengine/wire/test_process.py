@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from copyengine.wire.lifecycle import EXIT_CONFIG, StartFailed, parse_event
+from copyengine.wire.lifecycle import EXIT_CONFIG, Alive, Ready, StartFailed, parse_event
 
 MAIN = """
 import sys
@@ -58,3 +58,40 @@ def test_a_bug_is_announced_and_leaves_its_traceback() -> None:
     assert done.returncode == 1
     assert parse_event(done.stdout.encode()) == StartFailed("internal", "ZeroDivisionError: a bug")
     assert done.stderr.count("Traceback") == 1
+
+
+ANSWERS = """
+import asyncio, sys, time
+from copyengine.wire import lifecycle
+from copyengine.wire.lifecycle import Ready, announce
+from copyengine.wire.process import run_process
+lifecycle.STOP_GRACE_S = 0.3
+async def main(orders):
+    announce(Ready({}))
+    await orders.drain.wait()
+    announce(Ready({}))
+    time.sleep(60)  # the loop hangs, and the thread that reads orders does not
+sys.exit(run_process(main, sys.argv[1], parent_pipe=True))
+"""
+
+
+@pytest.mark.parametrize("event_loop", ["selector", "uvloop"])
+def test_a_loop_that_turns_says_that_it_is_alive_and_one_that_hangs_does_not(event_loop: str) -> None:
+    """Each question has one answer; an end of input ends also what hangs."""
+    if event_loop == "uvloop":
+        pytest.importorskip("uvloop")
+    with subprocess.Popen(
+        [sys.executable, "-c", ANSWERS, event_loop], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert parse_event(process.stdout.readline()) == Ready({})
+        for _ in range(3):
+            process.stdin.write(b"alive\n")
+            process.stdin.flush()
+            assert parse_event(process.stdout.readline()) == Alive()
+        process.stdin.write(b"drain\n")
+        process.stdin.flush()
+        assert parse_event(process.stdout.readline()) == Ready({})
+        process.stdin.write(b"alive\n")
+        process.stdin.close()
+        assert process.stdout.read() == b"" and process.wait(30) == 1

@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from copyengine.wire import supervisor as module
+from copyengine.wire import watchdog
 from copyengine.wire.child import Told
 from copyengine.wire.errors import PeerDied
+from copyengine.wire.lifecycle import STOP_GRACE_S
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
 
@@ -23,20 +25,21 @@ ROLES = (
     Role("copyengine"),
     Role("worker", needs=("copyengine",)),
     Role("scheduler", uses=("worker",), takes_requests=True),
-    Role("http", calls=("scheduler",), takes_requests=True),
+    Role("http", calls=("scheduler",), takes_requests=True, spare=True),
 )
 PATIENCE = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience")
+WATCHFUL = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience", answer_s=1.0)
 
 
 class Run:
     """A supervisor that serves in a thread, and what it said."""
 
-    def __init__(self, habits: Mapping[str, str]) -> None:
+    def __init__(self, habits: Mapping[str, str], patience: Patience) -> None:
         self.said: list[str] = []
         self.ends = 0
         self.outcome: int | Exception | None = None
         self.habits = dict(habits)  # of those that are started from now on
-        self.supervisor = Supervisor(ROLES, PATIENCE, self._command, self.said.append, lambda _: None, self._count_end)
+        self.supervisor = Supervisor(ROLES, patience, self._command, self.said.append, lambda _: None, self._count_end)
         self._thread = threading.Thread(target=self._serve)
 
     def _command(self, name: str, endpoints: Mapping[str, str]) -> Command:
@@ -79,9 +82,9 @@ class Run:
 
 
 @contextmanager
-def running(**habits: str) -> Iterator[Run]:
+def running(patience: Patience = PATIENCE, **habits: str) -> Iterator[Run]:
     """A run that serves; nothing of it is left afterwards."""
-    run = Run(habits)
+    run = Run(habits, patience)
     try:
         run.start()
         yield run
@@ -144,7 +147,7 @@ def test_a_drain_ends_with_the_last_request() -> None:
 @pytest.mark.parametrize("late", ["scheduler", "http"])
 def test_a_drain_waits_for_all_who_take_requests(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
-    with running(**{late: "busy"}) as run:
+    with running(PATIENCE, **{late: "busy"}) as run:
         run.tell("SIGTERM")
         assert run.end() == 1
         assert run.said[1:] == ["error: requests still running after 1 s"]
@@ -195,3 +198,74 @@ def test_a_death_in_a_drain_is_said_and_starts_nobody(monkeypatch: pytest.Monkey
             "error: worker was killed by SIGKILL while draining",
             "error: requests still running after 1 s",
         ]
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who serves is asked whether it is alive at each turn."""
+    monkeypatch.setattr(watchdog, "ASK_S", 0.0)
+
+
+@pytest.mark.parametrize("name", ["copyengine", "worker", "scheduler", "http"])
+def test_who_is_stopped_for_good_is_killed_and_started_anew(often: None, name: str) -> None:
+    with running(WATCHFUL) as run:
+        stopped = run.process(name)
+        stopped.suspend()
+        run.until(lambda: len(run.said) == 2)
+        assert not stopped.is_running() and run.process(name) != stopped
+        assert run.said[0].startswith(f"{name} was killed by SIGKILL: it has answered nothing for 1 s")
+        assert run.said[1].startswith("serving again after")
+
+
+def test_whose_loop_hangs_is_killed_too(often: None) -> None:
+    """Its threads run on, and one of them still reads what it is asked."""
+    with running(WATCHFUL, worker="deaf") as run:
+        run.habits.clear()
+        run.until(lambda: len(run.said) == 2)
+        assert run.said[0].startswith("worker was killed by SIGKILL: it has answered nothing for 1 s")
+
+
+def test_who_is_stopped_for_less_goes_on(often: None) -> None:
+    with running(WATCHFUL) as run:
+        processes = [run.process(role.name) for role in ROLES]
+        for _ in range(5):
+            for process in processes:
+                process.suspend()
+            time.sleep(0.4)
+            for process in processes:
+                process.resume()
+            time.sleep(0.3)
+        assert not run.said and all(process.is_running() for process in processes)
+
+
+def test_who_takes_requests_and_hangs_ends_a_drain_sooner(often: None) -> None:
+    with running(WATCHFUL, scheduler="busy") as run:
+        run.process("scheduler").suspend()
+        run.tell("SIGTERM")
+        assert run.end() == 1
+        assert run.said[1:] == ["error: scheduler was killed by SIGKILL while draining"]
+
+
+def test_all_who_hang_are_ended_together_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matter how many: each by itself would have STOP_GRACE_S."""
+    monkeypatch.setattr(module, "STOP_ALL_S", 0.5)
+    with running() as run:
+        for role in ROLES:
+            run.process(role.name).suspend()
+        run.tell("SIGINT")
+        assert run.end() == 0
+        start_s = time.monotonic()
+        run.supervisor.stop()
+        assert time.monotonic() - start_s < STOP_GRACE_S
+
+
+def test_after_a_second_signal_nobody_is_waited_for_long() -> None:
+    with running(scheduler="busy", worker="stubborn") as run:
+        run.tell("SIGTERM")
+        run.until(lambda: bool(run.said))
+        assert run.supervisor.draining
+        run.tell("SIGTERM")
+        assert run.end() == 0
+        start_s = time.monotonic()
+        run.supervisor.stop()
+        assert time.monotonic() - start_s < module.HURRY_S + 2
