@@ -225,6 +225,13 @@ class Core:
         self.pages.clear()
         return failed + waiting
 
+    def flush(self) -> bool:
+        """Nothing stays cached. False, and nothing changes, while a request has not ended or a step is out."""
+        if self._running or self._waiting or self._held or self._out:
+            return False
+        self.pages.clear()
+        return True
+
     @property
     def any_ended(self) -> bool:
         """Whether `take_ended` would return any."""

@@ -49,6 +49,7 @@ class Lane:
         self.resident = 0  # slots of its worker that held an expert after the last step
         self.residency = _residency_of(worker)
         self._outboxes: dict[int, Outbox] = {}
+        self._flushes: list[asyncio.Future[None]] = []  # asked for, and not done
         self._work = asyncio.Event()
         self._lives = asyncio.Event()
         self._lives.set()
@@ -72,6 +73,17 @@ class Lane:
         self.core.abort(request)
         self._work.set()
         return True
+
+    async def flush(self) -> None:
+        """Have nothing cached and no expert in slots, once the step that is out is back.
+
+        RequestRefused("busy") if a request has come by then. A lane that is down, or dies of it, has nothing anyway.
+        """
+        if self.alive:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._flushes.append(done)
+            self._work.set()
+            await done
 
     async def revive(self, worker: WorkerClient, core: Core, facts: Loaded) -> None:
         """Go on with `worker`, which has loaded, and the empty `core`; the connection to the old worker is closed."""
@@ -100,6 +112,7 @@ class Lane:
         self.residency.ask(time.monotonic())  # it may be a while until it stands between two steps again
         try:
             while await self._has_work():
+                await self._flush()
                 step = self.core.plan(time.monotonic())
                 await self._step_and_release(step, self.core.take_ended())
         except asyncio.CancelledError:
@@ -122,6 +135,7 @@ class Lane:
                 outbox.put_nowait(Failed(code, why))
             self._outboxes.clear()
             self._empty_core()
+            self._end_flushes(None)
 
     def _empty_core(self) -> None:
         """Nothing counts as waiting or running any more. A core that has failed may fail in this too; the next worker
@@ -133,7 +147,7 @@ class Lane:
 
     async def _has_work(self) -> bool:
         """Waits for something to do; False once the worker is gone."""
-        if not self.core.running and not self.core.any_ended:
+        if not self.core.running and not self.core.any_ended and not self._flushes:
             self._work.clear()
             waits = [asyncio.create_task(event.wait()) for event in (self._work, self.worker.lost)]
             try:
@@ -142,6 +156,26 @@ class Lane:
                 for wait in waits:
                     wait.cancel()
         return not self.worker.lost.is_set()
+
+    async def _flush(self) -> None:
+        if not self._flushes:
+            return
+        if self.core.flush():
+            await self.worker.flush(STEP_DEADLINE_S)
+            self.resident = 0
+            self._end_flushes(None)
+        else:
+            self._end_flushes(RequestRefused("busy", "a request came before the flush"))
+
+    def _end_flushes(self, error: RequestRefused | None) -> None:
+        asked, self._flushes = self._flushes, []
+        for done in asked:
+            if done.done():  # who asked has left
+                continue
+            if error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     async def _step_and_release(self, step: RunStep | None, ended: list[int]) -> None:
         """Both at once, so that no step waits for a round trip: the worker hears of what has ended first, and answers

@@ -74,6 +74,14 @@ class Abort(Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Flush(Struct, frozen=True, tag=True):
+    """Forget all that requests left behind: cached prefixes, snapshots of states, and which experts are in slots.
+
+    The next request finds what the first one after a start finds. Answered with Done when that is so for all workers;
+    refused with "busy" while any request, of whomever, has not ended.
+    """
+
+
 class Health(Struct, frozen=True, tag=True):
     """Ask whether requests are accepted."""
 
@@ -86,7 +94,7 @@ class Activity(Struct, frozen=True, tag=True):
     """Ask what goes on at this moment."""
 
 
-Request = Generate | Abort | Health | Stats | Activity
+Request = Generate | Abort | Flush | Health | Stats | Activity
 
 # Replies ------------------------------------------------------------------------------------------------------------
 
@@ -352,7 +360,7 @@ class ActivityReply(Struct, frozen=True, tag=True):
 
 
 class Done(Struct, frozen=True, tag=True):
-    """Abort went through (also when the request had ended already)."""
+    """Flush or Abort went through (the latter also when the request had ended already)."""
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -360,9 +368,9 @@ class Failed(Struct, frozen=True, tag=True):
 
     Codes: wire (malformed or unknown fields), invalid_request, duplicate_request, no_tokenizer (only token_ids can be
     served), no_chat_template, context_length_exceeded, encode_timeout (the text took too long to become tokens),
-    invalid_grammar (it does not compile, or takes too long to), queue_full, not_ready, draining, bad_logits (the model
-    computes NaN or infinity), grammar_failed (an answer got where its grammar allows nothing or is too much work),
-    worker_failed, internal.
+    invalid_grammar (it does not compile, or takes too long to), queue_full, busy (requests have not ended), not_ready,
+    draining, bad_logits (the model computes NaN or infinity), grammar_failed (an answer got where its grammar allows
+    nothing or is too much work), worker_failed, internal.
     """
 
     code: str

@@ -20,7 +20,7 @@ from scheduler.grammar import GrammarCompiler, GrammarMatcher
 from scheduler.health import health_reply
 from scheduler.lane import Lane
 from scheduler.policy import route
-from scheduler.protocol import Abort, Accepted, Activity, Done, Failed, Finished, Generate, Health, Stats, Tokens
+from scheduler.protocol import Abort, Accepted, Activity, Done, Failed, Finished, Flush, Generate, Health, Stats, Tokens
 from scheduler.request import Ending, Request
 from scheduler.request_log import log_end, log_refused
 from scheduler.step_sampling import step_sampling
@@ -104,6 +104,9 @@ class SchedulerServer:
             case Abort(request_id=request_id):
                 self._abort(self._tickets.get((call.peer, request_id)))
                 return Done()
+            case Flush():
+                await self._flush(self._accepting())
+                return Done()
             case Health():
                 return health_reply(self._model, self._service, self._progress, self._draining, self._restarts)
             case Stats():
@@ -111,6 +114,13 @@ class SchedulerServer:
             case Activity():
                 await ask_residency(self._lanes)
                 return activity_reply(self._tickets, self._lanes)
+
+    async def _flush(self, service: Service) -> None:
+        """RequestRefused if there are requests."""
+        if self._tickets:
+            count = f"{len(self._tickets)} requests have" if len(self._tickets) > 1 else "1 request has"
+            raise RequestRefused("busy", f"{count} not ended; what is cached can be flushed when all have")
+        await asyncio.gather(*(lane.flush() for lane in service.lanes))
 
     async def _generate(self, call: Call[protocol.Request, protocol.Reply], generate: Generate) -> Finished | Failed:
         service = self._accepting()

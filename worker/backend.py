@@ -52,6 +52,10 @@ class Slots(StepExperts, Protocol):
 
     def resident(self) -> int: ...
 
+    def forget(self) -> None:
+        """No expert is in a cache slot any more. Between two steps, on the thread that runs them."""
+        ...
+
     def release(self, why: str) -> None: ...
 
     def close(self) -> bool:

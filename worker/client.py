@@ -12,6 +12,7 @@ from worker.protocol import (
     FINAL,
     Done,
     Failed,
+    Flush,
     LayerStats,
     LayerStatsReply,
     Load,
@@ -75,6 +76,10 @@ class WorkerClient:
     async def residency(self, deadline_s: float) -> ResidencyReply:
         """Which experts are in slots, once the step that runs is over."""
         return await self._rpc.expect(Residency(), ResidencyReply, deadline_s)
+
+    async def flush(self, deadline_s: float) -> None:
+        """Forget which experts are in slots, once the step that runs is over."""
+        await self._rpc.expect(Flush(), Done, deadline_s)
 
     async def shutdown(self) -> None:
         """End the process. That it is gone is as good an answer as its reply."""

@@ -160,6 +160,12 @@ class DeviceSlots:
         """Cache slots that held an expert when the last step ended."""
         return self._resident
 
+    def forget(self) -> None:
+        """See worker.backend.Slots."""
+        assert self._mode is None, "a step runs"
+        admit.forget_all(self._state)
+        self._resident = 0
+
     # A step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, mode: Mode) -> None:
@@ -367,8 +373,7 @@ class DeviceSlots:
     def _reset(self) -> None:
         """As made: nothing resident, nothing counted, nothing failed."""
         state, admission = self._state, self._admission
-        for table, empty in ((state.slot_of, admit.ABSENT), (state.owner, admit.ABSENT), (state.last_used, admit.FREE)):
-            table.fill_(empty)
+        admit.forget_all(state)
         for counters in (state.clock, admission.routing, admission.stats, self._streaming.stats):
             counters.zero_()
         for word in (admit.ERROR, admit.FAILED):

@@ -175,6 +175,11 @@ class Engine:
         """Slots that hold an expert."""
         return self._slots.resident() if self._slots else 0
 
+    def flush(self) -> None:
+        """No expert is in a slot any more, as after the load; on the compute thread."""
+        if self._slots:
+            self._slots.forget()
+
     def release(self, why: str) -> None:
         """The copy engine is gone, or we are going: no wait for copies goes on."""
         if self._slots:

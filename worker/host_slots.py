@@ -104,6 +104,11 @@ class ExpertSlots:
         """Cache slots that hold an expert."""
         return int((self._state.owner != admit.ABSENT).sum())
 
+    def forget(self) -> None:
+        """See worker.backend.Slots."""
+        assert self._mode is None, "a step runs"
+        admit.forget_all(self._state)
+
     def begin_step(self, mode: Mode) -> None:
         """Start a step. A streamed one requests its first groups right away. PeerDied, PeerTimeout."""
         assert self._mode is None, "the step before has not ended"

@@ -129,11 +129,15 @@ class Residency(Struct, frozen=True, tag=True):
     """Ask which experts are in slots; answered between two steps."""
 
 
+class Flush(Struct, frozen=True, tag=True):
+    """Forget which experts are in slots, between two steps: the next ones find none. Only as RunStep says."""
+
+
 class Shutdown(Struct, frozen=True, tag=True):
     """End the process after this reply."""
 
 
-Request = Load | RunStep | Release | Stats | LayerStats | Residency | Shutdown
+Request = Load | RunStep | Release | Stats | LayerStats | Residency | Flush | Shutdown
 
 # Replies ------------------------------------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ class ResidencyReply(Struct, frozen=True, tag=True):
 
 
 class Done(Struct, frozen=True, tag=True):
-    """Release or Shutdown went through."""
+    """Release, Flush or Shutdown went through."""
 
 
 class Failed(Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from worker.protocol import (
     Done,
     ExpertStats,
     Failed,
+    Flush,
     LayerStats,
     LayerStatsReply,
     Load,
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """A loaded model. `run`, `layer_stats` and `residency` are called on the compute thread, the rest on the event
-    loop's."""
+    """A loaded model. `run`, `layer_stats`, `residency` and `flush` are called on the compute thread, the rest on the
+    event loop's."""
 
     @property
     def facts(self) -> Loaded:
@@ -71,6 +72,10 @@ class Engine(Protocol):
 
     def resident(self) -> int:
         """Slots that hold an expert."""
+        ...
+
+    def flush(self) -> None:
+        """No slot holds an expert any more."""
         ...
 
     def release(self, why: str) -> None:
@@ -146,7 +151,7 @@ class WorkerServer:
             case Load() as load:
                 return await self._load(call, load)
             case RunStep() as step:
-                return await self._run(self._loaded(), step, call.peer)
+                return await self._run(self._loaded_by(call.peer), step)
             case Release():
                 return Done()  # pages and state slots are the scheduler's: written over when it gives them out anew
             case Stats():
@@ -157,6 +162,10 @@ class WorkerServer:
                 return await asyncio.to_thread(engine.with_oracle, counted)
             case Residency():
                 return await self.compute.run(self._loaded().residency)
+            case Flush():
+                engine = self._loaded_by(call.peer)
+                await self.compute.run(engine.flush)
+                return Done()
             case Shutdown():
                 self._finish(None)
                 return Done()
@@ -205,9 +214,7 @@ class WorkerServer:
         else:
             self._end.set_exception(error)
 
-    async def _run(self, engine: Engine, step: RunStep, peer: bytes) -> StepDone:
-        if peer != self._scheduler:
-            raise RequestRefused("taken_over", "another scheduler has sent this worker a Load and has it now")
+    async def _run(self, engine: Engine, step: RunStep) -> StepDone:
         done = await self.compute.run(lambda: engine.run(step))
         return replace(done, resident=engine.resident())
 
@@ -215,6 +222,12 @@ class WorkerServer:
         if self.engine is None:
             raise RequestRefused("not_loaded", "send Load first")
         return self.engine
+
+    def _loaded_by(self, peer: bytes) -> Engine:
+        engine = self._loaded()
+        if peer != self._scheduler:
+            raise RequestRefused("taken_over", "another scheduler has sent this worker a Load and has it now")
+        return engine
 
     def _stats(self, engine: Engine) -> StatsReply:
         counters = engine.stats()

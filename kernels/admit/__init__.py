@@ -47,6 +47,7 @@ __all__ = [
     "admit",
     "admit_layer",
     "cut",
+    "forget_all",
     "half_life_of",
     "invalidate",
     "launches",
@@ -84,6 +85,11 @@ def admit(
 def invalidate(state: AdmissionState, layer: int, experts: Tensor) -> None:
     """Forget these experts ([n] int64), whose records did not land: their slots are free. Absent ones are skipped."""
     ref.invalidate(state, layer, experts)
+
+
+def forget_all(state: AdmissionState) -> None:
+    """Forget all experts: every slot is free. Nothing may be on its way into one."""
+    ref.forget_all(state)
 
 
 def admit_layer(

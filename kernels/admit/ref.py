@@ -57,6 +57,13 @@ def invalidate(state: AdmissionState, layer: int, experts: Tensor) -> None:
     state.last_used[held] = FREE
 
 
+def forget_all(state: AdmissionState) -> None:
+    """See `kernels.admit.forget_all`."""
+    state.slot_of.fill_(ABSENT)
+    state.owner.fill_(ABSENT)
+    state.last_used.fill_(FREE)
+
+
 def _pieces(experts: Tensor, longest: int) -> list[Tensor]:
     return [experts[i : i + longest] for i in range(0, experts.numel(), longest)]
 

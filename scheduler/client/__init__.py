@@ -32,6 +32,7 @@ from scheduler.protocol import (
     Done,
     Failed,
     Finished,
+    Flush,
     Generate,
     Health,
     HealthReply,
@@ -57,6 +58,10 @@ __all__ = [
 DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 ANSWER_S = 5.0
 """Seconds within which the scheduler answers what needs no model."""
+
+FLUSH_S = 60.0
+"""The same for a flush, which waits for a step that is out, of requests whose clients have left: with a long chunk on a
+slow CPU half a minute."""
 
 SILENCE_S = 30.0
 """Seconds without any reply after which an answer is given up; the scheduler reports a waiting request more often."""
@@ -172,6 +177,13 @@ class Client:
     async def abort(self, request_id: str) -> None:
         """End a request of this client's; its answer finishes with reason "abort". No-op if it has ended."""
         await self._connection().expect(Abort(request_id), Done, ANSWER_S)
+
+    async def flush(self) -> None:
+        """Have the engine forget cached prefixes and the experts in its slots, as if it had just been started.
+
+        RequestRefused("busy") while any request, of whomever, has not ended.
+        """
+        await self._connection().expect(Flush(), Done, FLUSH_S)
 
     async def health(self, deadline_s: float = ANSWER_S) -> HealthReply:
         """Whether the engine takes requests. PeerTimeout if nothing answers at the endpoint."""

@@ -182,6 +182,8 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
         case "queue_full":
             message = without_paths(error.detail)
             return ApiError(429, "rate_limit_error", message, code=error.code, retry_after_s=RETRY_QUEUE_S)
+        case "busy":
+            return ApiError(409, "invalid_request_error", without_paths(error.detail), code=error.code)
         case "not_ready":
             return _unavailable(error.code, "the model is still loading, or a worker is started anew")
         case "draining":  # for who was running, that nothing new is taken would explain nothing

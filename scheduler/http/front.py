@@ -138,7 +138,7 @@ class Route(Struct, frozen=True):
     `reply` that of the 200 answer. Of a route that is not `guarded` no key is asked; one that does not `serve` answers
     while the engine drains, and no drain waits for it. `event` is the Struct of each event of a stream, if the body may
     ask for one. `media` are the types that the 200 answer may have, without a schema if there is no `reply`; `others`
-    are Structs of answers with another status that are no ErrorReply.
+    are Structs of answers with another status that are no ErrorReply. `refusals` are statuses of errors of its own.
     """
 
     method: str
@@ -152,3 +152,4 @@ class Route(Struct, frozen=True):
     event: Any = None
     media: tuple[str, ...] = ("application/json",)
     others: dict[int, Any] = {}
+    refusals: tuple[int, ...] = ()

@@ -22,6 +22,7 @@ ERRORS = {
     401: "The key is missing, or another one.",
     404: "There is no such thing: another model than the served one, say.",
     408: "Headers or body did not arrive in time.",
+    409: "Requests run or wait that this would disturb; ask again when they have ended.",
     413: "The body is too large.",
     415: "The body is said to be something else than JSON in UTF-8, or packed.",
     417: "Something else than 100-continue is expected.",
@@ -139,7 +140,7 @@ def _errors(route: Route, has_key: bool) -> list[int]:
         statuses.add(415)
     if route.serves:
         statuses.add(429)
-    return sorted(statuses)
+    return sorted(statuses | {*route.refusals})
 
 
 def _names_model(route: Route) -> bool:

@@ -1,6 +1,6 @@
 """All that is served."""
 
-from scheduler.http import chat, completions, health, models, observing, openapi, tokenizing
+from scheduler.http import chat, completions, flushing, health, models, observing, openapi, tokenizing
 from scheduler.http.front import Route
 
 _DESCRIBED: list[Route] = [
@@ -8,6 +8,7 @@ _DESCRIBED: list[Route] = [
     *completions.ROUTES,
     *models.ROUTES,
     *tokenizing.ROUTES,
+    *flushing.ROUTES,
     *health.ROUTES,
     *observing.ROUTES,
 ]

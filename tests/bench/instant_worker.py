@@ -79,6 +79,9 @@ class InstantEngine:
         """All of them."""
         return EXPERTS
 
+    def flush(self) -> None:
+        """They are there again."""
+
     def release(self, why: str) -> None:
         """Nothing waits."""
 

@@ -25,6 +25,7 @@ from worker.protocol import (
     Done,
     ExpertStats,
     Failed,
+    Flush,
     LayerStats,
     LayerStatsReply,
     LayerTraffic,
@@ -104,6 +105,10 @@ class FakeWorker:
         self.residency_gate = asyncio.Event()
         self.residency_gate.set()
         self.release_failure: Exception | None = None
+        self.flushes = 0
+        self.flush_failure: Exception | None = None
+        self.flush_gate = asyncio.Event()
+        self.flush_gate.set()
         self.facts = _loaded(vocab_size, **facts)
         self._rpc: RpcServer[protocol.Request, protocol.Reply] = RpcServer(
             context, protocol.Request, self._handle, Failed
@@ -139,6 +144,12 @@ class FakeWorker:
                 return self.residency
             case LayerStats():
                 return LAYER_STATS
+            case Flush():
+                self.flushes += 1
+                await self.flush_gate.wait()
+                if self.flush_failure:
+                    raise self.flush_failure
+                return Done()
             case Release(sequences=sequences):
                 self.released += sequences
                 await self.release_gate.wait()

@@ -308,6 +308,25 @@ def test_a_dead_worker_ends_everybody_once_and_nothing_stays_cached(limits: Core
     assert run.core.waiting == run.core.running == 0
 
 
+@given(st.sampled_from(ANY), ACTIONS)
+def test_a_flush_leaves_what_a_start_does_once_all_have_ended(limits: CoreLimits, actions: Actions) -> None:
+    """Before that it changes nothing, nor while the step of one that has left is out."""
+    run = Run(limits, audited=True)
+    run.act(actions)
+    assert run.core.flush() == (len(run.over) == len(run.requests))
+    run.check()
+    run.finish()
+    run.submit([1] * 9, 2)
+    step = run.core.plan(1.0)
+    assert step
+    run.abort(len(run.requests) - 1)
+    assert not run.core.flush()
+    run.core.apply(run.worker.run(step), 2.0)
+    assert run.core.flush()
+    run.check()
+    assert run.core.pages.free == limits.pages and run.core.pages.states.free == limits.state_slots
+
+
 def steps(core: Core) -> Iterator[RunStep]:
     worker = PagedWorker(4)
     while step := core.plan(0.0):

@@ -128,6 +128,12 @@ def random_histories(place: Place, seeds: Sequence[int], steps: int = 10) -> Non
                 lookups[mode] = [a + b for a, b in zip(lookups[mode], wanted, strict=True)]
                 check_layers(rig, lookups)
             check_log(rig, logged[: steps // 2])
+            rig.slots.forget()
+            assert rig.slots.resident() == 0 and rig.residents() == set() and not rig.slots.residency().any()
+            given = [routing(rng, place, EXPERTS, 1, 2, 16) for _ in range(LAYERS)]
+            again = step(rig, "decode", given)
+            misses += again.misses
+            assert again.misses == again.lookups == sum(len(experts) for experts in routed(given))
             assert 0 < waited_s < time.monotonic() - start_s
             counters = rig.copier.stats().counters
             assert counters["demand"].records + counters["stream"].records == misses

@@ -22,6 +22,9 @@ class Slots:
     def residency(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         return self._table
 
+    def forget(self) -> None:
+        self._table[:] = False
+
 
 @pytest.mark.parametrize("experts", [1, 7, 8, 9, 130])
 def test_residents_are_bits_of_each_layers_row(experts: int) -> None:
@@ -35,5 +38,13 @@ def test_residents_are_bits_of_each_layers_row(experts: int) -> None:
             assert bit == (expert < experts and table[layer, expert])
 
 
+def test_a_flush_empties_the_slots() -> None:
+    flushed = engine(Slots(np.ones((2, 5), np.bool_)))
+    flushed.flush()
+    assert flushed.residency() == ResidencyReply(2, 5, b"\0\0")
+
+
 def test_a_dense_model_has_no_layer_of_experts() -> None:
-    assert engine(None).residency() == ResidencyReply(0, 0, b"")
+    dense = engine(None)
+    dense.flush()
+    assert dense.residency() == ResidencyReply(0, 0, b"")

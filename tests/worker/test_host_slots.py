@@ -169,6 +169,18 @@ def test_demand_twice_fetches_once(make_rig: MakeRig) -> None:
     assert rig.residents() == {(0, 0), (0, 3), (0, 9), (1, 1), (1, 2)}
 
 
+def test_what_is_forgotten_is_fetched_again(make_rig: MakeRig) -> None:
+    """As from an empty pool, into the same slots; what was counted stays."""
+    rig = make_rig(SlotGeometry(2, 10, RECORD, 20))
+    routed = [[0, 3, 9], [1, 2]]
+    rig.step("demand", routed)
+    slots = rig.slots._state.owner.tolist()
+    rig.slots.forget()
+    assert rig.slots.resident() == 0 and rig.residents() == set() and not rig.slots.residency().any()
+    assert untimed(rig.step("demand", routed)) == ExpertStats(1, 5, 0, 5, 5 * RECORD)
+    assert rig.slots._state.owner.tolist() == slots and rig.slots.stats()["demand"].misses == 10
+
+
 def test_only_decode_steps_count_as_routing(make_rig: MakeRig) -> None:
     rig = make_rig(SlotGeometry(2, 4, RECORD, 8))
     for mode in (*MODES, MODES[0]):

@@ -56,6 +56,7 @@ class FakeEngine:
         self.released = ""
         self.closed = False
         self.running = False
+        self.flushes = 0
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def run(self, step: RunStep) -> StepDone:
@@ -89,6 +90,10 @@ class FakeEngine:
 
     def resident(self) -> int:
         return 5
+
+    def flush(self) -> None:
+        assert not self.running and threading.current_thread().name == "compute"
+        self.flushes += 1
 
     def release(self, why: str) -> None:
         self.released = why
@@ -239,11 +244,14 @@ def test_counters_by_layer_are_taken_between_steps(on_loop: OnLoop) -> None:
             running = asyncio.create_task(client.run_step(step(7), 5))
             asked = asyncio.create_task(client.layer_stats(5))
             held = asyncio.create_task(client.residency(5))
+            flushed = asyncio.create_task(client.flush(5))
             await client.stats()
-            assert not asked.done() and not held.done()
+            assert not asked.done() and not held.done() and not flushed.done() and rig.engine.flushes == 0
             rig.engine.gate.set()
             await running
             assert await held == ResidencyReply(1, 3, b"\x01")
+            await flushed
+            assert rig.engine.flushes == 1
             assert (await asked).routing == [[1, 0]] and (await asked).decode == LayerTraffic([1], [2])
 
     on_loop(main)
