@@ -24,6 +24,7 @@ def health_reply(
         done_nbytes=loading.done_nbytes if loading else 0,
         total_nbytes=loading.total_nbytes if loading else 0,
         detail=lanes[0].death if phase in ("restarting", "dead") else "",
+        places=service.max_queued + sum(lane.core.places for lane in lanes if lane.alive) if service else 0,
     )
 
 

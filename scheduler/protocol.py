@@ -197,7 +197,8 @@ HealthPhase = Literal["loading", "ready", "draining", "restarting", "dead"]
 class HealthReply(Struct, frozen=True, tag=True):
     """`phase` says why `ready` is false, and `detail`, of "restarting" and "dead", what the first worker died of.
 
-    `max_model_len` and `vocab_size` are 0 until the model has loaded for the first time.
+    `max_model_len` and `vocab_size` are 0 until the model has loaded for the first time. `places` are the requests that
+    may run or wait at a time; with one more it is refused.
 
     `loading` names what is being read or allocated at this moment, with its worker where that is known of several, and
     is empty if nothing is: at the start, and while a worker that was started anew loads, which is in "restarting", or
@@ -214,6 +215,7 @@ class HealthReply(Struct, frozen=True, tag=True):
     done_nbytes: int = 0
     total_nbytes: int = 0
     detail: str = ""
+    places: int = 0
 
 
 class ModeCounters(Struct, frozen=True):

@@ -101,6 +101,11 @@ class Answering:
         self._usages: list[Usage] = []
 
     @property
+    def unended(self) -> int:
+        """Prompts that the engine has not answered to their ends."""
+        return self._unended
+
+    @property
     def usage(self) -> Usage:
         """The sum over all prompts, once all have ended."""
         names = Usage.__struct_fields__

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from copyengine.wire.errors import SlotstreamError
 from scheduler.http.access import Access
 from scheduler.http.answering import TooSlow
-from scheduler.http.errors import ApiError, api_error, draining, internal
+from scheduler.http.errors import ApiError, api_error, draining, internal, queue_full
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.reading import Body, ClientLeft, Room, check_headers, decoded
 from scheduler.http.sse import EventStream
@@ -60,6 +60,7 @@ class App:
         try:
             route, params = self._admit(scope, headers)
             content = await body.read()
+            self._check_room(route)
             asked = decoded(self._decoders[id(route)], content) if id(route) in self._decoders else None
         except ClientLeft:
             return
@@ -68,13 +69,13 @@ class App:
         finally:
             body.release()
         if route.serves:
-            self._front.begin()
+            self._front.begin(request_id, route.asks)
         try:
             call = Call(request_id, asked, params)
             await while_there(receive, self._serve(route, call, scope, receive, send))
         finally:
             if route.serves:
-                self._front.done()
+                self._front.done(request_id)
 
     def _admit(self, scope: Scope, headers: Headers) -> tuple[Route, dict[str, str]]:
         """The route, and what its path's names stand for. ApiError for what is refused whatever the body."""
@@ -84,6 +85,12 @@ class App:
             raise draining()
         check_headers(headers, takes_json=route.body is not None)
         return route, params
+
+    def _check_room(self, route: Route) -> None:
+        """ApiError 429, before anything is made of the body. Not before it is read: the connection goes on so."""
+        if route.asks and self._front.full:
+            self._front.metrics.refused.inc()
+            raise queue_full(self._front.engine.known_places)
 
     async def _serve(self, route: Route, call: Call[Any], scope: Scope, receive: Receive, send: Send) -> None:
         """Send the endpoint's response, or the error that it, or the response before its first byte, ends with."""

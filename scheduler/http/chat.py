@@ -160,5 +160,6 @@ ROUTES = [
         ChatRequest,
         ChatReply,
         event=ChatEvent,
+        asks=True,
     )
 ]

@@ -215,5 +215,6 @@ ROUTES = [
         CompletionRequest,
         CompletionReply,
         event=CompletionReply,
+        asks=True,
     )
 ]

@@ -22,7 +22,7 @@ FRESH_S = 1.0
 class EngineState:
     """Asks `health`, which is the client's, and remembers a good answer for FRESH_S.
 
-    `known_max_model_len` and `known_vocab_size` are what it last said of these; 0 until it does.
+    `known_max_model_len`, `known_vocab_size` and `known_places` are what it last said of these; 0 until it does.
     """
 
     def __init__(self, health: Callable[[float], Awaitable[HealthReply]], now_s: Callable[[], float] = time.monotonic):
@@ -33,6 +33,7 @@ class EngineState:
         self._asking: asyncio.Task[HealthReply] | None = None
         self.known_max_model_len = 0
         self.known_vocab_size = 0
+        self.known_places = 0
 
     async def ask(self, deadline_s: float | None = None) -> HealthReply:
         """As it is now. PeerError if nothing is heard within `deadline_s`, or HEALTH_S.
@@ -64,6 +65,7 @@ class EngineState:
             raise PeerTimeout(f"the engine does not answer within {SERVING_S:g} s") from None
         self.known_max_model_len = reply.max_model_len or self.known_max_model_len
         self.known_vocab_size = reply.vocab_size or self.known_vocab_size
+        self.known_places = reply.places
         self._fresh, self._asked_s = reply if reply.ready else None, asked_s
         return reply
 

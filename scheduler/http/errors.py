@@ -107,6 +107,12 @@ def engine_unavailable(health: HealthReply | None) -> ApiError:
     return _unavailable("dead", "no worker lives")
 
 
+def queue_full(places: int) -> ApiError:
+    """429: as many requests as the engine has places for have come before this one."""
+    message = f"{places} requests run or wait already, which is all that may (--max-queued-requests)"
+    return _too_many(message)
+
+
 def not_loaded() -> ApiError:
     """503: something about the model is not known yet."""
     return _unavailable("not_ready", "the model is still loading")
@@ -180,8 +186,7 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
         case "context_length_exceeded":
             return invalid(*wording.too_long(without_paths(error.detail)), error.code)
         case "queue_full":
-            message = without_paths(error.detail)
-            return ApiError(429, "rate_limit_error", message, code=error.code, retry_after_s=RETRY_QUEUE_S)
+            return _too_many(without_paths(error.detail))
         case "busy":
             return ApiError(409, "invalid_request_error", without_paths(error.detail), code=error.code)
         case "not_ready":
@@ -197,6 +202,10 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
             message = "the answer got where its grammar allows nothing more, or is too much work to follow"
             return invalid(*wording.grammar(message), "invalid_grammar")
     return internal(request_id)
+
+
+def _too_many(message: str) -> ApiError:
+    return ApiError(429, "rate_limit_error", message, code="queue_full", retry_after_s=RETRY_QUEUE_S)
 
 
 def _unavailable(code: str, message: str) -> ApiError:

@@ -53,6 +53,14 @@ class Metrics:
             [MODEL, "finished_reason"],
             registry=self._registry,
         )
+        refused = Counter(
+            PREFIX + "http_requests_refused",
+            "Requests that this HTTP front refused since its start because others that came over HTTP had taken the "
+            "engine's places; those that the engine refused are in requests_refused.",
+            [MODEL],
+            registry=self._registry,
+        )
+        self.refused = refused.labels(model)
         self.ended = {reason: ended.labels(model, reason) for reason in SUCCESSES}
 
     def observe(self) -> "Observation":

@@ -124,7 +124,7 @@ def test_health_says_what_is_being_loaded(model: Path) -> None:
                 async with asyncio.timeout(10):
                     while not isinstance(await process.event(), Ready):
                         pass
-                assert await client.health() == HealthReply(True, "ready", model.name, 4096, 400)
+                assert await client.health() == HealthReply(True, "ready", model.name, 4096, 400, places=16 + 256)
 
     on_loop("selector", main)
 

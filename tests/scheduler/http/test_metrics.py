@@ -52,6 +52,7 @@ OF_OFFLOADING = {
     "requests_failed": "counter",
     "requests_aborted": "counter",
     "requests_refused": "counter",
+    "http_requests_refused": "counter",
     "worker_up": "gauge",
     "engine_up": "gauge",
     "engine_ready": "gauge",
@@ -156,7 +157,7 @@ def test_an_engine_that_does_not_answer_leaves_the_fronts_own_figures() -> None:
     found = families(metrics.text(Look()))
     assert (value(found, "engine_up"), value(found, "engine_ready")) == (0, 0)
     own = {name for name, kind in AS_VLLM.items() if kind == "histogram"} | {"request_success"}
-    assert set(found) == own | {"engine_up", "engine_ready"}
+    assert set(found) == own | {"engine_up", "engine_ready", "http_requests_refused"}
 
     loading = Look(HealthReply(False, "loading", "m"), StatsReply(**nothing()))
     found = families(metrics.text(loading))
