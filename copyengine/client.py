@@ -58,9 +58,10 @@ class CopyEngineClient:
         on_progress: Callable[[LoadProgress], None] = lambda _: None,
         load_format: LoadFormat = "auto",
         expert_activations: ExpertActivations = "plain",
+        checksums: bool = False,
     ) -> Loaded:
         """Load the banks, or join; PeerTimeout after `deadline_s` without progress. ConfigError if it is refused."""
-        request = Load(model, dtype, hf_overrides, load_format, expert_activations)
+        request = Load(model, dtype, hf_overrides, load_format, expert_activations, checksums)
         return await self._rpc.expect(request, Loaded, deadline_s, on_progress)
 
     async def attach(self, request: Attach) -> None:

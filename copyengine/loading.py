@@ -11,12 +11,14 @@ from typing import NamedTuple
 from copyengine.banks import Banks
 from copyengine.checkpoint.dummy import fill_dummy_experts
 from copyengine.checkpoint.input_scales import made_up_scales, read_input_scales
-from copyengine.checkpoint.model import expert_file_nbytes, open_model
+from copyengine.checkpoint.model import Model, expert_file_nbytes, open_model
 from copyengine.checkpoint.reader import read_experts
+from copyengine.checksums import bank_sums, packed
 from copyengine.device import CopyDevice
 from copyengine.protocol import Load, Loaded, LoadProgress
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError, RequestRefused
+from kernels.formats import RecordLayout
 
 PROGRESS_S = 0.1
 """Between two progress replies at least."""
@@ -35,7 +37,8 @@ class Filled(NamedTuple):
 
     banks: Banks
     read_nbytes: int  # from files, for the records
-    input_scales: list[tuple[float, float]]  # see protocol.Loaded
+    input_scales: list[tuple[float, float]]  # see protocol.Loaded, as the next
+    checksums: bytes = b""
 
 
 class BankLoader:
@@ -96,7 +99,7 @@ class BankLoader:
         load_s = time.monotonic() - start
         log.info("%.1f GB of experts loaded in %.1f s", banks.nbytes / 1e9, load_s)
         sizes = banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, filled.read_nbytes
-        return Loaded(*sizes, load_s, banks.pinned_nbytes, filled.input_scales)
+        return Loaded(*sizes, load_s, banks.pinned_nbytes, filled.input_scales, filled.checksums)
 
 
 class _Meter:
@@ -153,16 +156,25 @@ def _load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> Fill
     meter.start("expert banks", layers * moe.experts * record.record_nbytes)
     banks = Banks(device, run_id, layers, moe.experts, record.record_nbytes, meter.add)
     try:
-        if request.load_format == "dummy":
-            meter.start("made-up experts", banks.nbytes)
-            fill_dummy_experts(record, banks.records, DUMMY_SEED, meter.add)
-            return Filled(banks, 0, made_up_scales(model.spec))
-        meter.start("experts", expert_file_nbytes(model))
-        read_nbytes = read_experts(model, record, banks.records, meter.add)
-        return Filled(banks, read_nbytes, read_input_scales(model, meter.add))
+        filled = _fill(model, record, banks, request.load_format == "dummy", meter)
+        if not request.checksums:
+            return filled
+        meter.start("checksums", banks.nbytes)
+        return filled._replace(checksums=packed(bank_sums(banks.records, meter.add)))
     except BaseException:
         banks.close()
         raise
+
+
+def _fill(model: Model, record: RecordLayout, banks: Banks, dummy: bool, meter: _Meter) -> Filled:
+    """The experts of `model`, or made-up ones, into `banks`."""
+    if dummy:
+        meter.start("made-up experts", banks.nbytes)
+        fill_dummy_experts(record, banks.records, DUMMY_SEED, meter.add)
+        return Filled(banks, 0, made_up_scales(model.spec))
+    meter.start("experts", expert_file_nbytes(model))
+    read_nbytes = read_experts(model, record, banks.records, meter.add)
+    return Filled(banks, read_nbytes, read_input_scales(model, meter.add))
 
 
 def _retrieve(task: asyncio.Task[Loaded]) -> None:

@@ -44,6 +44,7 @@ class Load(Struct, frozen=True, tag=True):
     hf_overrides: str = "{}"  # JSON object merged over config.json
     load_format: LoadFormat = "auto"
     expert_activations: ExpertActivations = "plain"
+    checksums: bool = False  # of the records, for workers that verify what is copied
 
 
 class Attach(Struct, frozen=True, tag=True):
@@ -100,6 +101,7 @@ class Loaded(Struct, frozen=True, tag=True):
     load_s: float
     pinned_nbytes: int = 0  # of the banks: what GPUs copy by themselves; the rest goes by way of the processor
     input_scales: list[tuple[float, float]] = []  # of each bank, gate_up's and down's, if experts quantise their inputs
+    checksums: bytes = b""  # [L, E] int64 of the records if the Load asked for them: see copyengine.checksums
 
 
 class Attached(Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ SHARED_BY_COPYENGINE = (
     "model_spec",
     "records",
     "checkpoint",
+    "checksums",
     "budget",
     "placement",
     "planning",
