@@ -121,6 +121,13 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "and however its prompt is cut; slower"
         ),
     ] = False
+    verify_copies: Annotated[
+        bool,
+        Meta(
+            description="compare every expert with a checksum of what was loaded before it is computed with; what "
+            "differs ends the requests of its step"
+        ),
+    ] = False
     host: Annotated[str, Meta(description="loopback address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = DEFAULT_PORT
     collect_stats: Annotated[

@@ -51,6 +51,7 @@ def load_request(config: SchedulerConfig) -> Load:
         expert_activations=config.expert_activations,
         cache_policy=config.cache_policy,
         log_routing=bool(config.collect_stats),
+        verify_copies=config.verify_copies,
         demand_prefill=config.demand_tokens > 0,
         deadline_s=config.ready_timeout_s,
     )

@@ -52,7 +52,9 @@ async def serve(config: WorkerConfig) -> int:
     except PeerDied as error:
         log.error("%s", error)
         announce(StartFailed("peer_died", str(error)))
-        code = 1 if await link.detach() or link.kind == "thread" else EXIT_PEER
+        parted = await link.detach()
+        distrusted = server.engine is not None and server.engine.distrusts_copies()
+        code = 1 if link.kind == "thread" or (parted and not distrusted) else EXIT_PEER
     except Exception:
         code = 1  # also if it ends below without raising it
         raise

@@ -13,6 +13,7 @@ from copyengine.model_spec import ModelSpec
 from copyengine.protocol import Attach, Dtype
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import InputScales
+from worker.copy_checks import CopyChecks
 from worker.geometry import SlotGeometry
 from worker.host_memory import HostMemory
 from worker.kv import KvCache
@@ -50,6 +51,16 @@ class Slots(StepExperts, Protocol):
         """[L, E]: which experts are in cache slots. Between two steps, on the thread that runs them."""
         ...
 
+    @property
+    def checks(self) -> CopyChecks | None:
+        """What experts must sum to, with --verify-copies."""
+        ...
+
+    def verify(self) -> list[tuple[int, int]]:
+        """(layer, expert) of the cache slots that do not hold what was loaded. Between two steps, on the thread that
+        runs them, and only with `checks`."""
+        ...
+
     def resident(self) -> int: ...
 
     def forget(self) -> None:
@@ -76,6 +87,7 @@ class PoolOrder:
     on_release: Callable[[str], None]
     on_bytes: OnBytes
     input_scales: Sequence[InputScales] = ()  # each bank's, if the layout's experts quantise their inputs
+    checks: CopyChecks | None = None  # with --verify-copies
 
 
 @dataclass(frozen=True)

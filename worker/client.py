@@ -25,9 +25,11 @@ from worker.protocol import (
     ResidencyReply,
     RunStep,
     Shutdown,
+    SlotsVerified,
     Stats,
     StatsReply,
     StepDone,
+    VerifySlots,
 )
 
 ANSWER_S = 10.0
@@ -80,6 +82,10 @@ class WorkerClient:
     async def flush(self, deadline_s: float) -> None:
         """Forget which experts are in slots, once the step that runs is over."""
         await self._rpc.expect(Flush(), Done, deadline_s)
+
+    async def verify_slots(self, deadline_s: float) -> SlotsVerified:
+        """Compare what is in its slots with the banks; RequestRefused("not_verifying") without --verify-copies."""
+        return await self._rpc.expect(VerifySlots(), SlotsVerified, deadline_s)
 
     async def shutdown(self) -> None:
         """End the process. That it is gone is as good an answer as its reply."""

@@ -45,7 +45,7 @@ class CopyEngineLink:
 
     async def load(self, load: Load, dtype: Dtype, on_progress: Callable[[LoadProgress], None]) -> Loaded:
         """Have the banks filled for `load`. Raises as CopyEngineClient.load does."""
-        how = load.load_format, load.expert_activations
+        how = load.load_format, load.expert_activations, load.verify_copies
         return await self._client.load(load.model, dtype, load.hf_overrides, load.deadline_s, on_progress, *how)
 
     async def attach(self, request: Attach) -> None:

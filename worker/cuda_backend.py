@@ -75,6 +75,7 @@ class CudaBackend:
             order.on_release,
             order.on_bytes,
             order.input_scales,
+            order.checks,
         )
         return slots, slots
 

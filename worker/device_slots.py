@@ -20,11 +20,13 @@ from copyengine.device.cuda_driver import CudaError
 from copyengine.device.host import create_segment
 from copyengine.protocol import Attach
 from copyengine.ring import RingWriter, ring_nbytes
-from copyengine.wire.errors import CopyFailed, SlotstreamError
+from copyengine.wire.errors import CopyFailed, RequestRefused, SlotstreamError
 from kernels import admit
+from kernels.checksum import DAMAGE, RecordChecks, check_records, new_record_checks, slot_sums
 from kernels.flag_wait import spin_until_set
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import InputScales
+from worker.copy_checks import CopyChecks
 from worker.expert_stats import Traffic, TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
@@ -33,7 +35,7 @@ from worker.routing_log import RoutingLog
 from worker.step_device import Allocation, StepDevice, StepStream
 from worker.step_watch import StepWatch
 
-OUTCOME_WORDS = 4
+OUTCOME_WORDS = 6
 """Of a step, before its counters: see DeviceSlots._outcome."""
 
 COUNTERS = len(admit.STATS) + len(admit.STREAM_STATS)
@@ -62,6 +64,7 @@ class DeviceSlots:
         on_release: Callable[[str], None] = lambda _: None,
         on_bytes: OnBytes | None = None,
         input_scales: Sequence[InputScales] = (),
+        checks: CopyChecks | None = None,
     ) -> None:
         """Allocates pool, flags and ring, all or none; ConfigError if there is not enough memory.
 
@@ -70,6 +73,7 @@ class DeviceSlots:
         than `deadline_s`, nor those of a whole step that runs as one graph.
         """
         self.geometry = geometry
+        self.checks = checks
         self._worker = worker
         self._device = device
         self._stream = stream
@@ -126,6 +130,8 @@ class DeviceSlots:
         self.log = RoutingLog(geometry.logged_steps, geometry.layers, geometry.experts, geometry.slots, where)
         self._routing_before = self._admission.routing.clone()
         self._flag_words = flags
+        self._records = _record_checks(self.checks, where)
+        self._damage = self._records.damage if self._records else flags.new_zeros(len(DAMAGE), dtype=torch.int64)
         self._clock_before = self._state.clock.clone()
 
     @property
@@ -155,6 +161,13 @@ class DeviceSlots:
         """See worker.backend.Slots."""
         held: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (self._state.slot_of != admit.ABSENT).cpu().numpy()
         return held
+
+    def verify(self) -> list[tuple[int, int]]:
+        """See worker.backend.Slots."""
+        assert self._records is not None
+        held = self._state.slot_of.flatten()
+        wrong = (held != admit.ABSENT) & (slot_sums(self._records, self.pool, held) != self._records.expected.flatten())
+        return [divmod(pair, self.geometry.experts) for pair in wrong.nonzero().flatten().tolist()]
 
     def resident(self) -> int:
         """Cache slots that held an expert when the last step ended."""
@@ -243,6 +256,7 @@ class DeviceSlots:
                 decodes = self._mode == "decode"
                 admit.admit_layer(self._state, admission, layer, rows.offsets, query, count_routing=decodes)
             self._wait(query)
+            self._check(layer, rows, admission.table, admission.spans[query], geometry.experts)
             rows.compute(
                 self.pool, admission.table, admission.spans[query], most if launches > 1 else geometry.max_query
             )
@@ -253,7 +267,9 @@ class DeviceSlots:
             number = layer * self._streaming.parts + part
             turn = number % geometry.stream_groups
             self._wait(self._admission.flags.numel() + turn)
-            rows.compute(self.pool, self._streaming.tables[turn], self._streaming.spans[part], geometry.group_slots)
+            table, span = self._streaming.tables[turn], self._streaming.spans[part]
+            self._check(layer, rows, table, span, geometry.group_slots)
+            rows.compute(self.pool, table, span, geometry.group_slots)
             self._request(number + geometry.stream_groups)
 
     def _request(self, number: int) -> None:
@@ -269,17 +285,22 @@ class DeviceSlots:
         else:
             spin_until_set(self._flag_words, flag)
 
+    def _check(self, layer: int, rows: LayerRows, table: torch.Tensor, span: torch.Tensor, reach: int) -> None:
+        """Have what the rows are about to be computed with compared with its bank's checksums, if that is asked for."""
+        if self._records is not None:
+            check_records(self._records, layer, self.pool, table, span, rows.offsets, reach)
+
     def collect(self, tokens: torch.Tensor) -> list[int]:
         """See worker.step.StepExperts: the end of the step, and what came of it.
 
-        CopyFailed, PeerTimeout, PeerDied: then the step must be aborted.
+        CopyFailed, PeerTimeout, PeerDied, RequestRefused("copy_damaged"): then the step must be aborted.
         """
         self._log_decode()
         values = self._outcome(tokens)
         self._watch.mark()
         self._watch.wait()
         drawn_from = OUTCOME_WORDS + COUNTERS * self.geometry.layers
-        failed, error, highest, self._resident = values[:OUTCOME_WORDS].tolist()
+        failed, error, highest, self._resident, damaged, first = values[:OUTCOME_WORDS].tolist()
         self._traffic += self._since(values[OUTCOME_WORDS:drawn_from])
         self._watch.check()
         if error:  # for good: the device rings nothing any more
@@ -287,11 +308,22 @@ class DeviceSlots:
             self._watch.check()
         if failed or highest > LANDED:
             raise CopyFailed("experts of this step did not land")
+        if damaged:
+            raise self._damaged(first, damaged)
         drawn: list[int] = values[drawn_from:].tolist()
         return drawn
 
+    def _damaged(self, first: int, count: int) -> RequestRefused:
+        """`count` records of the step, of which this is the first, are not what was loaded. It may be the last step."""
+        assert self.checks is not None
+        error, why = self.checks.failed(*divmod(first, self.geometry.experts), count)
+        if why is not None:
+            self._watch.release(why)
+        return error
+
     def _outcome(self, tokens: torch.Tensor) -> torch.Tensor:
-        """FAILED, ERROR, the highest flag, residents, counters and `tokens`, on the host once the stream is there."""
+        """FAILED, ERROR, the highest flag, residents, damaged records and the first one, counters and `tokens`, on the
+        host once the stream is there."""
         control = self._admission.control.to(torch.int64)
         return _to_host(
             torch.cat(
@@ -300,6 +332,7 @@ class DeviceSlots:
                     control[admit.ERROR].reshape(1),
                     self._flag_words.max().to(torch.int64).reshape(1),
                     (self._state.owner != admit.ABSENT).sum().reshape(1),
+                    self._damage,
                     self._counters_now(),
                     tokens,
                 ]
@@ -367,6 +400,7 @@ class DeviceSlots:
         state.owner[used] = admit.ABSENT
         state.last_used[used] = admit.FREE
         self._admission.control[admit.FAILED] = 0
+        self._damage.zero_()
         self._flag_words.fill_(LANDED)
         self._resident = int((state.owner != admit.ABSENT).sum())
 
@@ -374,7 +408,7 @@ class DeviceSlots:
         """As made: nothing resident, nothing counted, nothing failed."""
         state, admission = self._state, self._admission
         admit.forget_all(state)
-        for counters in (state.clock, admission.routing, admission.stats, self._streaming.stats):
+        for counters in (state.clock, admission.routing, admission.stats, self._streaming.stats, self._damage):
             counters.zero_()
         for word in (admit.ERROR, admit.FAILED):
             admission.control[word] = 0
@@ -401,6 +435,14 @@ class DeviceSlots:
         since: Traffic = counted - self._counted
         self._counted = counted
         return since
+
+
+def _record_checks(checks: CopyChecks | None, where: torch.device) -> RecordChecks | None:
+    """`checks` as the device has them."""
+    if checks is None:
+        return None
+    expected, within, blocks = map(torch.from_numpy, (checks.sums, *checks.weights))
+    return new_record_checks(expected, within, blocks, where)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -15,14 +15,16 @@ from msgspec.structs import replace
 
 from copyengine.budget import Budget, Wanted, check_cache_policy
 from copyengine.checkpoint.model import Model, dense_file_nbytes, open_model
+from copyengine.checksums import unpacked
 from copyengine.protocol import Dtype
 from copyengine.protocol import Loaded as BanksLoaded
 from copyengine.records import record_layout
-from copyengine.wire.errors import ConfigError
+from copyengine.wire.errors import ConfigError, RequestRefused
 from kernels.admit import half_life_of
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import InputScales
 from worker.backend import Backend, PoolOrder, Rehearsal, Slots
+from worker.copy_checks import MOST_DAMAGED_STEPS, CopyChecks
 from worker.dense_steps import DenseSteps
 from worker.dummy import dummy_dense
 from worker.expert_stats import MODES, add_figures
@@ -43,6 +45,7 @@ from worker.protocol import (
     OracleFigures,
     ResidencyReply,
     RunStep,
+    SlotsVerified,
     StepDone,
 )
 from worker.routing_log import Window
@@ -171,6 +174,20 @@ class Engine:
         table = self._slots.residency()
         return ResidencyReply(*table.shape, np.packbits(table, axis=1, bitorder="little").tobytes())
 
+    def verify_slots(self) -> SlotsVerified:
+        """Compare what is in slots with the banks; on the compute thread. RequestRefused("not_verifying")."""
+        if self._slots is None or self._slots.checks is None:
+            raise RequestRefused("not_verifying", "slots are compared with the banks only with --verify-copies")
+        return SlotsVerified(int(self._slots.residency().sum()), self._slots.verify())
+
+    def damaged_steps(self) -> int:
+        """Steps that failed because an expert was not what was loaded."""
+        return self._slots.checks.steps if self._slots and self._slots.checks else 0
+
+    def distrusts_copies(self) -> bool:
+        """Whether it is for these that no step runs any more."""
+        return self.damaged_steps() >= MOST_DAMAGED_STEPS
+
     def resident(self) -> int:
         """Slots that hold an expert."""
         return self._slots.resident() if self._slots else 0
@@ -211,12 +228,11 @@ def make_pool(
     wake: Callable[[], None],
     on_release: Callable[[str], None],
     on_progress: OnProgress,
-    input_scales: Sequence[tuple[float, float]] = (),
+    banks: BanksLoaded,
 ) -> Pool | None:
     """The slot pool, empty; None for a dense model. ConfigError if there is not enough memory.
 
-    `wake` and `on_release` are called as ExpertSlots says; `input_scales` are gate_up's and down's of each bank, if the
-    model's experts quantise their inputs.
+    `wake` and `on_release` are called as ExpertSlots says; `banks` is what the copy engine says of its banks.
     """
     moe = prepared.model.spec.moe
     if moe is None or prepared.record is None:
@@ -232,11 +248,19 @@ def make_pool(
         logged_steps=prepared.logged_steps,
     )
     progress = _Progress("slot pool", geometry.pool_slots * geometry.record_nbytes, on_progress)
-    record, scales = prepared.record, [InputScales(*pair) for pair in input_scales]
+    record, scales = prepared.record, [InputScales(*pair) for pair in banks.input_scales]
     if len(scales) != (geometry.layers if record.kind.quantised_inputs else 0):
         raise ConfigError(f"the copy engine has input scales of {len(scales)} MoE layers for {record.kind}")
-    order = PoolOrder(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add, scales)
+    checks = _checks(banks, geometry)
+    order = PoolOrder(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add, scales, checks)
     return Pool(*backend.make_slots(order))
+
+
+def _checks(banks: BanksLoaded, geometry: SlotGeometry) -> CopyChecks | None:
+    """Those of --verify-copies, with which the Load has asked the copy engine for checksums."""
+    if not banks.checksums:
+        return None
+    return CopyChecks(unpacked(banks.checksums, geometry.layers, geometry.experts), geometry.record_nbytes)
 
 
 def build_runner(

@@ -42,6 +42,7 @@ class HostBackend:
             order.deadline_s,
             order.on_release,
             order.on_bytes,
+            order.checks,
         )
         pool = torch.from_numpy(slots.pool_bytes)
         return slots, HostExperts(slots, pool, order.layout, order.geometry.experts, order.input_scales)

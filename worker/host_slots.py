@@ -18,6 +18,7 @@ from copyengine.device import OnBytes, WorkerDevice
 from copyengine.protocol import Attach
 from copyengine.ring import CopyQuery
 from kernels import admit
+from worker.copy_checks import CopyChecks
 from worker.expert_stats import TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.mailbox import Mailbox
@@ -47,14 +48,17 @@ class ExpertSlots:
         deadline_s: float = 30.0,
         on_release: Callable[[str], None] = lambda _: None,
         on_bytes: OnBytes | None = None,
+        checks: CopyChecks | None = None,
     ) -> None:
         """Allocates pool, flags and ring, all or none; ConfigError if there is not enough memory.
 
         `wake` is called from the step's thread when a sleeping copy engine must be sent a Wake, and returns at once.
         No wait for copies is longer than `deadline_s`; one that is ends all further steps, as `release` does.
         `on_release` is told why, from the thread on which it happens. `on_bytes` hears of the pool's allocation.
+        With `checks` every expert is compared with its bank's checksum before it is computed with.
         """
         self.geometry = geometry
+        self.checks = checks
         self._worker = worker
         self._state = admit.new_state(geometry.layers, geometry.experts, geometry.slots, half_life=geometry.half_life)
         self._pool = device.allocate(run_id, f"{worker}-pool", geometry.pool_slots * geometry.record_nbytes, on_bytes)
@@ -71,6 +75,7 @@ class ExpertSlots:
         self._traffic = no_traffic(geometry.layers)  # of the running step
         self._cursor = StreamCursor([], 1, 1, 0, 0)
         self._next_layer = 0
+        self._damaged = False  # the running step has found an expert that is not what was loaded
 
     @property
     def attach_request(self) -> Attach:
@@ -99,6 +104,16 @@ class ExpertSlots:
         """See worker.backend.Slots."""
         held: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (self._state.slot_of != admit.ABSENT).numpy()
         return held
+
+    def verify(self) -> list[tuple[int, int]]:
+        """See worker.backend.Slots."""
+        assert self.checks is not None
+        damaged = []
+        for slot, owner in enumerate(self._state.owner.tolist()):
+            if owner != admit.ABSENT:
+                layer, expert = divmod(owner, self.geometry.experts)
+                damaged += [(layer, found) for found in self.checks.damaged(layer, [expert], [slot], self.pool_bytes)]
+        return damaged
 
     def resident(self) -> int:
         """Cache slots that hold an expert."""
@@ -132,8 +147,13 @@ class ExpertSlots:
         """Groups that cover `experts` (distinct, ascending) of bank `layer` once each, as they become available.
 
         Asking for the next group says that all computing on the last one is done. A streamed step asks for its layers
-        in ascending order, each once. CopyFailed, PeerTimeout, PeerDied: then the step must be aborted.
+        in ascending order, each once. CopyFailed, PeerTimeout, PeerDied, RequestRefused("copy_damaged"): then the step
+        must be aborted.
         """
+        groups = self._groups(layer, experts)
+        return groups if self.checks is None else self._checked(self.checks, layer, groups)
+
+    def _groups(self, layer: int, experts: list[int]) -> Iterator[Group]:
         assert self._mode is not None, "no step has begun"
         if self._mode == "streamed":
             return self._streamed(layer, experts)
@@ -154,13 +174,17 @@ class ExpertSlots:
         return stats
 
     def abort_step(self) -> None:
-        """End a step that failed: what did not land is forgotten. Does nothing if no step runs.
+        """End a step that failed: what did not land, or did and is damaged, is forgotten. Does nothing if no step runs.
 
         The traffic of the step is counted, the step is not.
         """
         if self._mode is not None:
             self.log.drop()
             self._finish(steps=0)
+        if self._damaged:  # others may be that nobody has looked at yet
+            for layer, expert in self.verify():
+                admit.invalidate(self._state, layer, torch.tensor([expert]))
+            self._damaged = False
 
     def release(self, why: str) -> None:
         """The copy engine is gone: end every wait; from now on all raises PeerDied(why). From any thread."""
@@ -184,6 +208,18 @@ class ExpertSlots:
         for lost in self._mailbox.settle():
             if lost.kind == "demand":
                 admit.invalidate(self._state, lost.layer, torch.tensor(lost.experts))
+
+    def _checked(self, checks: CopyChecks, layer: int, groups: Iterator[Group]) -> Iterator[Group]:
+        """The groups, each once its slots are found to hold what was loaded; else RequestRefused("copy_damaged")."""
+        for group in groups:
+            damaged = checks.damaged(layer, group.experts, group.slots, self.pool_bytes)
+            if damaged:
+                self._damaged = True
+                error, why = checks.failed(layer, damaged[0], len(damaged))
+                if why is not None:
+                    self.release(why)
+                raise error
+            yield group
 
     def _on_demand(self, layer: int, experts: list[int]) -> Iterator[Group]:
         cut = admit.cut(self._state, layer, torch.tensor(experts, dtype=torch.int64), self.geometry.max_query)

@@ -69,7 +69,7 @@ class EngineLoader:
                 self._wake,
                 self._from_thread(_first(lost)),
                 tell,
-                banks.input_scales,
+                banks,
             ),
             discard=lambda made: _close(made.slots if made else None),
         )

@@ -40,6 +40,7 @@ class Load(Struct, frozen=True, tag=True):
     expert_activations: Literal["plain", "w4a4"] = "plain"  # w4a4: rounded to FP4 before experts of that
     cache_policy: Literal["lru", "lrfu"] = "lru"
     log_routing: bool = False  # for LayerStatsReply.oracle
+    verify_copies: bool = False  # every expert is compared with its bank's checksum before it is computed with
     demand_prefill: bool = True  # demand chunks will come: the pool must hold min(E, 128) experts
     deadline_s: float = 120.0  # seconds without progress after which the copy engine is given up
 
@@ -133,11 +134,18 @@ class Flush(Struct, frozen=True, tag=True):
     """Forget which experts are in slots, between two steps: the next ones find none. Only as RunStep says."""
 
 
+class VerifySlots(Struct, frozen=True, tag=True):
+    """Compare every expert in a cache slot with its bank's checksum, between two steps.
+
+    Failed("not_verifying") if the Load did not ask for `verify_copies`.
+    """
+
+
 class Shutdown(Struct, frozen=True, tag=True):
     """End the process after this reply."""
 
 
-Request = Load | RunStep | Release | Stats | LayerStats | Residency | Flush | Shutdown
+Request = Load | RunStep | Release | Stats | LayerStats | Residency | Flush | VerifySlots | Shutdown
 
 # Replies ------------------------------------------------------------------------------------------------------------
 
@@ -227,6 +235,7 @@ class StatsReply(Struct, frozen=True, tag=True):
     slots: int
     resident: int
     dropped_frames: int
+    damaged_steps: int = 0  # that ended with "copy_damaged": see Load.verify_copies
 
 
 class LayerTraffic(Struct, frozen=True):
@@ -263,6 +272,13 @@ class ResidencyReply(Struct, frozen=True, tag=True):
     resident: bytes = b""  # [L, ceil(E / 8)]
 
 
+class SlotsVerified(Struct, frozen=True, tag=True):
+    """`checked` experts are in cache slots; those of `damaged`, (layer, expert), are not what was loaded."""
+
+    checked: int
+    damaged: list[tuple[int, int]]
+
+
 class Done(Struct, frozen=True, tag=True):
     """Release, Flush or Shutdown went through."""
 
@@ -274,5 +290,5 @@ class Failed(Struct, frozen=True, tag=True):
     detail: str
 
 
-Reply = LoadProgress | Loaded | StepDone | StatsReply | LayerStatsReply | ResidencyReply | Done | Failed
-FINAL = (Loaded, StepDone, StatsReply, LayerStatsReply, ResidencyReply, Done, Failed)
+Reply = LoadProgress | Loaded | StepDone | StatsReply | LayerStatsReply | ResidencyReply | SlotsVerified | Done | Failed
+FINAL = (Loaded, StepDone, StatsReply, LayerStatsReply, ResidencyReply, SlotsVerified, Done, Failed)

@@ -28,17 +28,19 @@ from worker.protocol import (
     ResidencyReply,
     RunStep,
     Shutdown,
+    SlotsVerified,
     Stats,
     StatsReply,
     StepDone,
+    VerifySlots,
 )
 
 log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """A loaded model. `run`, `layer_stats`, `residency` and `flush` are called on the compute thread, the rest on the
-    event loop's."""
+    """A loaded model. `run`, `layer_stats`, `residency`, `flush` and `verify_slots` are called on the compute thread, the
+    rest on the event loop's."""
 
     @property
     def facts(self) -> Loaded:
@@ -70,12 +72,24 @@ class Engine(Protocol):
         """Which experts are in slots; on the compute thread."""
         ...
 
+    def verify_slots(self) -> SlotsVerified:
+        """Compare what is in slots with the banks; on the compute thread. RequestRefused("not_verifying")."""
+        ...
+
     def resident(self) -> int:
         """Slots that hold an expert."""
         ...
 
     def flush(self) -> None:
         """No slot holds an expert any more."""
+        ...
+
+    def damaged_steps(self) -> int:
+        """Steps that failed because an expert was not what was loaded."""
+        ...
+
+    def distrusts_copies(self) -> bool:
+        """Whether it is for these that no step runs any more: banks and copies are to be made anew."""
         ...
 
     def release(self, why: str) -> None:
@@ -166,6 +180,8 @@ class WorkerServer:
                 engine = self._loaded_by(call.peer)
                 await self.compute.run(engine.flush)
                 return Done()
+            case VerifySlots():
+                return await self.compute.run(self._loaded().verify_slots)
             case Shutdown():
                 self._finish(None)
                 return Done()
@@ -238,6 +254,7 @@ class WorkerServer:
             slots=engine.facts.slots,
             resident=engine.resident(),
             dropped_frames=self._rpc.dropped_frames,
+            damaged_steps=engine.damaged_steps(),
         )
 
 

@@ -25,6 +25,7 @@ from worker.protocol import (
     Mode,
     ResidencyReply,
     RunStep,
+    SlotsVerified,
     StepDone,
 )
 from worker.server import OnProgress, WorkerServer
@@ -62,6 +63,15 @@ class InstantEngine:
     def stats(self) -> dict[Mode, ExpertStats]:
         """Nothing is counted."""
         return {"decode": ExpertStats(), "demand": ExpertStats(), "streamed": ExpertStats()}
+
+    def verify_slots(self) -> SlotsVerified:
+        return SlotsVerified(0, [])
+
+    def damaged_steps(self) -> int:
+        return 0
+
+    def distrusts_copies(self) -> bool:
+        return False
 
     def layer_stats(self) -> LayerStatsReply:
         """Nothing is counted."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from copyengine.checksums import bank_sums
 from copyengine.copier import Attachment, Copier
 from copyengine.device import CLEARED, CopyDevice, OnBytes
 from copyengine.device.host import HostCopyDevice, Segment, attach_segment, create_segment
@@ -18,6 +19,7 @@ from copyengine.protocol import MemoryHandle
 from copyengine.ring import Limits, RingReader
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import InputScales
+from worker.copy_checks import CopyChecks
 from worker.device_slots import DeviceSlots
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
@@ -136,8 +138,9 @@ class Rig:
         records: list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]],
         deadline_s: float = 30.0,
         input_scales: Sequence[InputScales] = (),
+        verify: bool = False,
     ) -> None:
-        """`records[l]` is the bank of layer l, [E, record_nbytes] uint8."""
+        """`records[l]` is the bank of layer l, [E, record_nbytes] uint8. `verify`: as with --verify-copies."""
         self.input_scales = input_scales
         self.place = place
         self.geometry = geometry
@@ -156,6 +159,7 @@ class Rig:
             deadline_s,
             self.released.append,
             input_scales=input_scales,
+            checks=CopyChecks(bank_sums(records, lambda _: None), geometry.record_nbytes) if verify else None,
         )
         self.banks = []
         for layer, bank in enumerate(records):

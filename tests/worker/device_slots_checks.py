@@ -6,6 +6,7 @@ counters and residents against sets of experts kept here.
 
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,12 @@ from msgspec.structs import replace
 from copyengine.device import Bank, CopyDevice, Memory, Run, Stream
 from copyengine.device.cuda_driver import CudaError
 from copyengine.device.host import HostCopyDevice
-from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, SlotstreamError
+from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, RequestRefused, SlotstreamError
 from kernels import admit
 from kernels.formats import RecordLayout, layout
 from tests.worker.device_rig import HostedDevice, HostedStream, Place, Rig, hosted, rig_on
 from tests.worker.random_weights import random_bank
+from worker.copy_checks import MOST_DAMAGED_STEPS
 from worker.expert_stats import MODES
 from worker.geometry import SlotGeometry
 from worker.protocol import ExpertStats, Mode
@@ -200,6 +202,87 @@ def failed_copies(copies: FailingCopies, place: Place) -> None:
                 rig.residents()
 
 
+class LyingCopies(FailingCopies):
+    """Another device's copies, of which the one that `fail_at` counts down to is not made, and nobody is told."""
+
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        self.fail_at -= 1
+        if self.fail_at != 0:
+            self._device.copy(stream, source, target, runs)
+
+
+def damaged_copies(copies: LyingCopies, place: Place, cases: Sequence[tuple[int, Mode]]) -> None:
+    """With --verify-copies a copy that was not made ends its step, whose error names an expert that is routed to,
+    and leaves only true residents; the next steps work. `cases` are numbers of copies and their steps' modes.
+
+    Without, the same history computes with what was there before: what the check finds was to be found.
+    """
+    record = layout("float32", 16, 16)
+    geometry, banks = geometry_of(record, 9, 2, 2), banks_of(record, torch.float32)
+    everything = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 3], [1, 4]], dtype=torch.int32, device=place.torch_device)
+    for fail_at, mode in cases:
+        for verify in (True, False):
+            rng = random.Random(fail_at)
+            with rig_on(place, geometry, record, banks, verify=verify) as rig:
+                given = [routing(rng, place, EXPERTS, 5, 2, 16)._replace(experts=everything) for _ in range(LAYERS)]
+                if place.torch_device.type == "cuda":
+                    rehearse(rig, mode, given)
+                step(rig, "demand", [routing(rng, place, EXPERTS, 1, 2, 16) for _ in range(LAYERS)])
+                copies.fail_at = fail_at
+                if not verify:
+                    assert wrong_outputs(rig, mode, given)
+                    continue
+                error = _error(rig, mode, given)
+                assert isinstance(error, RequestRefused), f"{mode}, copy {fail_at}"
+                expert, layer = _named(error)
+                assert expert in routed(given)[layer]
+                assert rig.slots.checks and rig.slots.checks.steps == 1 and rig.slots.verify() == []
+                rig.residents()
+                step(rig, mode, given)
+                step(rig, "streamed", given)
+
+
+def wrong_outputs(rig: Rig, mode: Mode, layers: Sequence[Routing]) -> bool:
+    """Whether a step that goes through computes something else than it should."""
+    tokens = torch.tensor([5], device=rig.place.torch_device)
+    rig.slots.begin_step(mode)
+    outs = [rig.slots(layer, *given) for layer, given in enumerate(layers)]
+    rig.slots.collect(tokens)
+    rig.slots.end_step()
+    pairs = zip(outs, layers, strict=True)
+    return any(not torch.equal(out, rig.expected(layer, *given)) for layer, (out, given) in enumerate(pairs))
+
+
+def damaged_slots(place: Place) -> None:
+    """A bit that turns in a slot is found where it is used, and by `verify`; after so many steps with one the pool is
+    given up, and the worker is told why."""
+    record = layout("float32", 16, 16)
+    rng = random.Random(5)
+    everything = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32, device=place.torch_device)
+    with rig_on(place, geometry_of(record, 20, 3, 2), record, banks_of(record, torch.float32), verify=True) as rig:
+        given = [routing(rng, place, EXPERTS, 3, 2, 16)._replace(experts=everything) for _ in range(LAYERS)]
+        rehearse(rig, "decode", given)
+        for turn in range(MOST_DAMAGED_STEPS):
+            assert rig.released == []
+            step(rig, "decode", given)
+            owner = EXPERTS * (LAYERS - 1 - turn % LAYERS) + turn
+            slot = rig.slots.tables.owner.tolist().index(owner)
+            rig.slots.pool[slot, record.record_nbytes - 1 - turn] ^= 1 << turn
+            assert rig.slots.verify() == [divmod(owner, EXPERTS)]
+            error = _error(rig, "decode", given)
+            assert isinstance(error, RequestRefused) and _named(error) == divmod(owner, EXPERTS)[::-1]
+            assert rig.slots.verify() == [] and rig.slots.resident() == 0
+        assert len(rig.released) == 1 and f"in {MOST_DAMAGED_STEPS} steps" in rig.released[0]
+        assert isinstance(_error(rig, "decode", given), PeerDied)
+
+
+def _named(error: RequestRefused) -> tuple[int, int]:
+    """(expert, layer) of the error's text."""
+    found = re.search(r"expert (\d+) of layer (\d+) arrived damaged", str(error))
+    assert found, str(error)
+    return int(found[1]), int(found[2])
+
+
 def released(place: Place) -> None:
     """Nobody serves the ring: a release from another thread ends the step, and every one after it, with its reason."""
     record = layout("float32", 16, 16)
@@ -317,6 +400,9 @@ def main() -> None:
     random_histories(hosted(), range(6))
     copies = FailingCopies(HostCopyDevice())
     failed_copies(copies, hosted(copies))
+    lying = LyingCopies(HostCopyDevice())
+    damaged_copies(lying, hosted(lying), ((1, "decode"), (4, "streamed")))
+    damaged_slots(hosted())
     released(hosted())
     broken()
     full_ring()

@@ -81,6 +81,7 @@ def test_a_failed_reply_is_raised_as_the_error_of_its_code(code: str, kind: type
             client.layer_stats(5),
             client.residency(5),
             client.flush(5),
+            client.verify_slots(5),
         ):
             with pytest.raises(kind, match="why"):
                 await call

@@ -4,6 +4,7 @@
 What is checked, and against what, is in device_slots_checks.
 """
 
+import itertools
 import os
 import random
 import subprocess
@@ -22,6 +23,7 @@ from tests.kernels.expert_records import KINDS, Experts
 from tests.worker import device_slots_checks as checks
 from tests.worker.device_rig import Place, Rig, on_gpu, rig_on
 from tests.worker.random_weights import random_bank
+from worker.expert_stats import MODES
 from worker.geometry import SlotGeometry
 from worker.protocol import Mode
 
@@ -54,6 +56,19 @@ def test_a_failed_copy_ends_its_step_on_a_gpu() -> None:
 
     copies = checks.FailingCopies(CudaCopyDevice(local=True))
     checks.failed_copies(copies, on_gpu(lambda: copies))
+
+
+@pytest.mark.gpu
+def test_a_copy_that_was_not_made_ends_its_step_on_a_gpu() -> None:
+    from copyengine.device.cuda import CudaCopyDevice
+
+    copies = checks.LyingCopies(CudaCopyDevice(local=True))
+    checks.damaged_copies(copies, on_gpu(lambda: copies), tuple(itertools.product((1, 2, 4), MODES)))
+
+
+@pytest.mark.gpu
+def test_a_slot_whose_bytes_change_is_found_on_a_gpu() -> None:
+    checks.damaged_slots(on_gpu())
 
 
 @pytest.mark.gpu

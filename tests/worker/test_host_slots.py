@@ -5,6 +5,7 @@ are checked by hand or against the set of residents before the step.
 """
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from copyengine.checksums import bank_sums
 from copyengine.copier import Attachment, Copier
 from copyengine.device import LANDED, Bank, Memory, Run, Stream
 from copyengine.device.host import HostCopyDevice, HostWorkerDevice, attach_segment
 from copyengine.ring import CopyQuery, Limits, RingReader
-from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout
+from copyengine.wire.errors import CopyFailed, PeerDied, PeerTimeout, RequestRefused
 from tests.copyengine.array_bank import ArrayBank
+from worker.copy_checks import MOST_DAMAGED_STEPS, CopyChecks
 from worker.expert_stats import MODES, layer_traffic
 from worker.geometry import SlotGeometry
 from worker.host_slots import ExpertSlots, Group
@@ -31,14 +34,24 @@ RECORD = 256
 class Rig:
     """Banks of random bytes, a copier, and the slots of one worker."""
 
-    def __init__(self, geometry: SlotGeometry, device: HostCopyDevice | None = None, deadline_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        geometry: SlotGeometry,
+        device: HostCopyDevice | None = None,
+        deadline_s: float = 20.0,
+        verify: bool = False,
+        on_release: Callable[[str], None] = lambda _: None,
+    ) -> None:
         rng = np.random.default_rng(geometry.slots)
         nbytes = geometry.experts * geometry.record_nbytes
         self.banks = [rng.integers(0, 256, nbytes, np.uint8) for _ in range(geometry.layers)]
         self.copier = Copier(device or HostCopyDevice(), background_depth=2, spin_us=500, on_death=lambda: None)
         self.wakes = 0
         self.traffic = {mode: np.zeros((geometry.layers, 2), np.int64) for mode in MODES}  # of whole steps, as expected
-        self.slots = ExpertSlots(HostWorkerDevice(), "test", "w", geometry, self._wake, deadline_s)
+        records = [bank.reshape(geometry.experts, -1) for bank in self.banks]
+        checks = CopyChecks(bank_sums(records, lambda _: None), geometry.record_nbytes) if verify else None
+        arguments = geometry, self._wake, deadline_s, on_release
+        self.slots = ExpertSlots(HostWorkerDevice(), "test", "w", *arguments, checks=checks)
         self.copier.start()
 
     def _wake(self) -> None:
@@ -285,6 +298,80 @@ def test_a_failed_copy_ends_the_step_and_leaves_only_true_residents(make_rig: Ma
     stats = rig.slots.stats()[mode]
     assert stats.hits + stats.misses == stats.lookups and 11 <= stats.steps < 22
     assert sum(c.failed_queries for c in rig.copier.stats().counters.values()) > 0
+
+
+class LyingDevice(HostCopyDevice):
+    """Of whose copies the one numbered `lie`, from 1 on, is not made, and nobody is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.lie = 0
+
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        self.copies += 1
+        if self.copies != self.lie:
+            super().copy(stream, source, target, runs)
+
+
+def tell_a_lie(device: LyingDevice, number: int) -> None:
+    device.copies, device.lie = 0, number
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_that_was_not_made_ends_the_step_that_would_compute_with_it(make_rig: MakeRig, mode: Mode) -> None:
+    """With --verify-copies, any copy of a step in turn: every group that is given out holds the bank's bytes (`layer`
+    looks), the error names one of those routed to, and none that is damaged stays resident. The third such step
+    is the last."""
+    found = 0
+    for number in range(1, 12):
+        device, why = LyingDevice(), list[str]()
+        rig = make_rig(SlotGeometry(2, 9, RECORD, 7, max_query=2), device=device, verify=True, on_release=why.append)
+        routed = [[0, 2, 4, 6, 8], [1, 2, 3, 4, 5, 6, 7, 8]]
+        for turn in range(MOST_DAMAGED_STEPS):
+            rig.step("demand", [[1], [turn]])
+            tell_a_lie(device, number)
+            try:
+                rig.step(mode, routed)
+            except RequestRefused as error:
+                rig.slots.abort_step()
+                found += 1
+                expert, layer = map(int, re.findall(r"expert (\d+) of layer (\d+)", str(error))[0])
+                assert expert in routed[layer]
+                assert rig.slots.verify() == [] and rig.slots.checks and rig.slots.checks.steps == turn + 1
+            rig.residents()
+            tell_a_lie(device, 0)
+            if why:
+                with pytest.raises(PeerDied, match=f"damaged experts in {MOST_DAMAGED_STEPS} steps"):
+                    rig.step(mode, routed)
+                assert turn == MOST_DAMAGED_STEPS - 1
+            else:
+                rig.step(mode, routed)
+                rig.residents()
+    assert found > 11
+
+
+def test_without_the_mode_a_copy_that_was_not_made_is_computed_with(make_rig: MakeRig) -> None:
+    """What the test before this one would not see if nothing were damaged."""
+    device = LyingDevice()
+    rig = make_rig(SlotGeometry(2, 9, RECORD, 18), device=device)
+    tell_a_lie(device, 1)
+    with pytest.raises(AssertionError):
+        rig.step("decode", [[0, 1], [2]])
+
+
+def test_bytes_that_change_in_a_slot_are_found_before_they_are_used(make_rig: MakeRig) -> None:
+    """With --verify-copies, of an expert that was resident and sound; and by `verify`, which changes nothing."""
+    rig = make_rig(SlotGeometry(2, 9, RECORD, 18), verify=True)
+    rig.step("decode", [[0, 1], [2, 5]])
+    assert rig.slots.verify() == []
+    rig.slots.pool_bytes[rig.slots._state.slot_of[1, 5], 77] ^= 4
+    assert rig.slots.verify() == [(1, 5)] == rig.slots.verify()
+    rig.step("decode", [[0, 1], [2]])
+    with pytest.raises(RequestRefused, match=r"the copy of expert 5 of layer 1 arrived damaged$"):
+        rig.step("decode", [[0], [5]])
+    rig.slots.abort_step()
+    assert rig.residents() == {(0, 0), (0, 1), (1, 2)}
+    rig.step("decode", [[0], [5]])
 
 
 @pytest.mark.parametrize("mode", ["demand", "streamed"])

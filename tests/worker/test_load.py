@@ -13,6 +13,7 @@ from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.planning import Plan
 from copyengine.protocol import Detach, Done, Failed, Reply, Request
 from copyengine.protocol import Load as BankLoad
+from copyengine.protocol import Loaded as BanksLoaded
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
 from copyengine.wire.rpc import Call, RpcServer
@@ -116,8 +117,11 @@ def test_input_scales_are_wanted_for_every_bank_of_quantised_inputs_alone(model:
     quantised = replace(plain, record=layout(ExpertFormat("nvfp4", quantised_inputs=True), 32, 16))
     orders = Orders()
 
+    def banks(scales: list[tuple[float, float]]) -> BanksLoaded:
+        return BanksLoaded(0, 0, 0, 0, 0, 0.0, input_scales=scales)
+
     def make(prepared: engine.Prepared, scales: list[tuple[float, float]]) -> None:
-        engine.make_pool(prepared, orders, "w", "run", lambda: None, print, lambda _: None, scales)  # type: ignore[arg-type]
+        engine.make_pool(prepared, orders, "w", "run", lambda: None, print, lambda _: None, banks(scales))  # type: ignore[arg-type]
 
     for prepared, scales in ((plain, [(1.0, 1.0)] * 2), (quantised, []), (quantised, [(1.0, 1.0)])):
         with pytest.raises(ConfigError, match=f"input scales of {len(scales)} MoE layers"):

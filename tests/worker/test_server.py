@@ -30,6 +30,7 @@ from worker.protocol import (
     ResidencyReply,
     RunStep,
     SequenceStep,
+    SlotsVerified,
     StepDone,
 )
 from worker.server import OnProgress, WorkerServer
@@ -75,6 +76,15 @@ class FakeEngine:
 
     def stats(self) -> dict[Mode, ExpertStats]:
         return {"decode": ExpertStats(len(self.seen)), "demand": ExpertStats(), "streamed": ExpertStats()}
+
+    def verify_slots(self) -> SlotsVerified:
+        return SlotsVerified(0, [])
+
+    def damaged_steps(self) -> int:
+        return 0
+
+    def distrusts_copies(self) -> bool:
+        return False
 
     def layer_stats(self) -> LayerStatsReply:
         assert not self.running and threading.current_thread().name == "compute"
