@@ -67,4 +67,5 @@ def worker_counters(lane: Lane) -> WorkerCounters:
         slots=lane.facts.slots,
         stream_slots=lane.facts.stream_slots,
         restarts=lane.deaths,
+        failed_steps=dict(lane.failed_steps),
     )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from worker.protocol import Loaded, ResidencyReply, RunStep, StepDone
 
 STEP_DEADLINE_S = 600.0
 """Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes."""
+
+STEP_CODES = ("device_out_of_memory", "copy_damaged")
+"""Of failed steps, those that a client is told; of any other one it learns "worker_failed" and the detail."""
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class Lane:
         self.loss = ""  # if it died although its worker lives: the code of PeerLost, by which another one is asked for
         self.loading: Progress | None = None  # of the worker that is to take the place of the dead one
         self.resident = 0  # slots of its worker that held an expert after the last step
+        self.failed_steps: Counter[str] = Counter()  # by code, of all its workers
         self.residency = _residency_of(worker)
         self._outboxes: dict[int, Outbox] = {}
         self._flushes: list[asyncio.Future[None]] = []  # asked for, and not done
@@ -206,8 +211,9 @@ class Lane:
                 raise RequestRefused("taken_over", detail)
             case StepFailed(code=code, detail=detail):
                 log.warning("a %s step failed: %s: %s", step.mode, code, detail)
+                self.failed_steps[code] += 1
                 for request in self.core.fail_step():
-                    self._deliver(request, Failed("worker_failed", detail))
+                    self._deliver(request, Failed(code if code in STEP_CODES else "worker_failed", detail))
 
     async def _run_step(self, step: RunStep) -> StepDone | StepFailed:
         try:

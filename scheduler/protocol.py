@@ -240,7 +240,8 @@ class WorkerCounters(Struct, frozen=True):
     One that is not `alive` takes no requests, or none yet. `resident_slots` of its `slots` held an expert after its
     last step; `stream_slots` are beside those. Each time that it was lost with the requests it had, or before it had
     loaded again, is one of its `restarts`: it died, was silent for too long, or could not be worked with for an error.
-    `kv_pages_available` can be had at once: they are free, or cached and not used by any request.
+    `kv_pages_available` can be had at once: they are free, or cached and not used by any request. `failed_steps` ended
+    the requests they carried while the worker went on: by code, "device_out_of_memory" and "copy_damaged" among them.
     """
 
     name: str
@@ -262,6 +263,7 @@ class WorkerCounters(Struct, frozen=True):
     slots: int = 0
     stream_slots: int = 0
     restarts: int = 0
+    failed_steps: dict[str, int] = {}
 
 
 class StatsReply(Struct, frozen=True, tag=True):
@@ -372,7 +374,8 @@ class Failed(Struct, frozen=True, tag=True):
     served), no_chat_template, context_length_exceeded, encode_timeout (the text took too long to become tokens),
     invalid_grammar (it does not compile, or takes too long to), queue_full, busy (requests have not ended), not_ready,
     draining, bad_logits (the model computes NaN or infinity), grammar_failed (an answer got where its grammar allows
-    nothing or is too much work), worker_failed, internal.
+    nothing or is too much work), device_out_of_memory (its step did not fit in what the device had left), copy_damaged
+    (an expert was not what was loaded; with --verify-copies), worker_failed, internal.
     """
 
     code: str

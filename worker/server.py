@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """A loaded model. `run`, `layer_stats`, `residency`, `flush` and `verify_slots` are called on the compute thread, the
-    rest on the event loop's."""
+    """A loaded model. `run`, `layer_stats`, `residency`, `flush` and `verify_slots` are called on the compute thread,
+    the rest on the event loop's."""
 
     @property
     def facts(self) -> Loaded:

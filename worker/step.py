@@ -76,9 +76,9 @@ class StepRunner:
         """Runs the step. RequestRefused("invalid_request") if it asks for what is not there; nothing has run then.
 
         Whatever fails while it runs is raised after the slots were told to drop what did not land;
-        RequestRefused("out_of_memory") if the device had too little left. The KV of the step's new positions and the
-        states that it writes are undefined then, as are those of a sequence that is NOT_FINITE, or has no token because
-        its logits are not.
+        RequestRefused("device_out_of_memory") if the device had too little left. The KV of the step's new positions and
+        the states that it writes are undefined then, as are those of a sequence that is NOT_FINITE, or has no token
+        because its logits are not.
         """
         arrays, extras = self._checked(step)
         with torch.inference_mode():
@@ -119,7 +119,8 @@ class StepRunner:
             traceback.clear_frames(error.__traceback__)  # which hold the step's tensors
             self._experts.abort_step()
             if isinstance(error, torch.OutOfMemoryError):
-                raise RequestRefused("out_of_memory", f"{error}; lower --chunked-prefill-size or --slots") from None
+                torch.cuda.empty_cache()  # pieces of the step that failed; none of it waits for a copy any more
+                raise _out_of_memory(step, error) from None
             raise
 
     def _keep_states(self, step: RunStep) -> None:
@@ -143,6 +144,17 @@ class StepRunner:
         tensors = extras_on_device(extras, self._device)
         drawn = draw()
         return with_finite(with_extras(drawn, extras, tensors), drawn)
+
+
+def _out_of_memory(step: RunStep, error: torch.OutOfMemoryError) -> RequestRefused:
+    """What ended the step, and what would leave room for it."""
+    tokens = sum(len(sequence.tokens) for sequence in step.sequences)
+    cause = ". ".join(str(error).split(". ")[:2])  # after it come figures of a moment, and advice that is not ours
+    return RequestRefused(
+        "device_out_of_memory",
+        f"a {step.mode} step of {tokens} tokens did not fit in the device's memory: {cause}; lower "
+        "--chunked-prefill-size or --slots, or raise --vram-reserve-bytes",
+    )
 
 
 def forward(model: Decoder, inputs: StepInputs, logits: torch.Tensor | None = None) -> Drawn:

@@ -87,6 +87,10 @@ def _by_worker(workers: Sequence[WorkerCounters], model: str) -> Iterator[Metric
     yield _counter("chunks", "Prefill steps.", [MODEL, "worker", "mode"], chunks)
     lost = [([model, worker.name], worker.restarts) for worker in workers]
     yield _counter("restarts", "Times that the worker was lost.", [MODEL, "worker"], lost)
+    failed = [
+        ([model, worker.name, code], count) for worker in workers for code, count in sorted(worker.failed_steps.items())
+    ]
+    yield _counter("failed_steps", "Steps that ended the requests they carried.", [MODEL, "worker", "code"], failed)
     steps = [([model, worker.name], worker.decode.steps) for worker in workers]
     yield _counter("decode_steps", "Decode steps.", [MODEL, "worker"], steps)
 

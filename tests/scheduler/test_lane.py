@@ -9,6 +9,7 @@ import zmq.asyncio
 
 from copyengine.wire.errors import CopyFailed, PeerTimeout, RequestRefused
 from scheduler.core import Core, CoreLimits
+from scheduler.counters import worker_counters
 from scheduler.detokenize import NoText
 from scheduler.lane import Lane, running
 from scheduler.protocol import Failed, Finished, Tokens
@@ -106,6 +107,21 @@ def test_a_failed_step_ends_its_requests_and_the_lane_goes_on() -> None:
             worker.failures.append(CopyFailed("lost"))
             assert await end_of(submit(lane, 1)) == Failed("worker_failed", "lost")
             assert isinstance(await end_of(submit(lane, 2, max_tokens=3)), Finished)
+
+    on_loop("selector", main)
+
+
+def test_what_a_step_failed_of_is_told_where_it_means_something_to_a_client_and_counted() -> None:
+    """Against the codes that protocol.Failed lists."""
+    told = {"device_out_of_memory": "device_out_of_memory", "copy_damaged": "copy_damaged", "odd": "worker_failed"}
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)], running([lane]):
+            for sequence, (code, expected) in enumerate(told.items()):
+                worker.failures.append(RequestRefused(code, "why"))
+                assert await end_of(submit(lane, sequence)) == Failed(expected, "why")
+            assert isinstance(await end_of(submit(lane, 9, max_tokens=3)), Finished)
+            assert lane.failed_steps == dict.fromkeys(told, 1) == worker_counters(lane).failed_steps
 
     on_loop("selector", main)
 

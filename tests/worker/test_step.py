@@ -28,12 +28,13 @@ class FailingExperts(ResidentExperts):
     """Fails in the second group of a layer, once."""
 
     fail = True
+    error: Exception = CopyFailed("the disk is on fire")
 
     def groups(self, layer: int, experts: list[int]) -> Iterator[ResidentGroup]:
         for count, group in enumerate(super().groups(layer, experts)):
             if count == 1 and self.fail:
                 self.fail = False
-                raise CopyFailed("the disk is on fire")
+                raise self.error
             yield group
 
 
@@ -131,6 +132,24 @@ def test_an_error_in_a_step_aborts_it_and_the_next_one_works() -> None:
     with pytest.raises(CopyFailed):
         failing.run(step)
     assert experts.calls == ["begin demand", "abort"]
+    assert torch.equal(failing.run_full(step).logits, sound.run_full(step).logits)
+
+
+def test_a_step_that_finds_no_memory_says_what_and_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are told first, then torch gives back what it keeps; the next step computes what it always did."""
+    experts = FailingExperts(2, 8, group=1)
+    experts.error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of ...")
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: experts.calls.append("empty"))
+    failing, sound = runner_with(experts), runner_with(ResidentExperts(2, 8))
+    step = RunStep("demand", [SequenceStep(0, prompt(9), 0, [0, 1, 2], GREEDY)])
+    with pytest.raises(RequestRefused) as refused:
+        failing.run(step)
+    assert experts.calls == ["begin demand", "abort", "empty"]
+    assert refused.value.code == "device_out_of_memory"
+    assert refused.value.detail == (
+        "a demand step of 9 tokens did not fit in the device's memory: CUDA out of memory. Tried to allocate 2.00 GiB; "
+        "lower --chunked-prefill-size or --slots, or raise --vram-reserve-bytes"
+    )
     assert torch.equal(failing.run_full(step).logits, sound.run_full(step).logits)
 
 

@@ -26,6 +26,8 @@ CODES = {
     "not_ready": (503, "service_unavailable"),
     "draining": (503, "service_unavailable"),
     "worker_failed": (503, "service_unavailable"),
+    "device_out_of_memory": (503, "service_unavailable"),
+    "copy_damaged": (503, "service_unavailable"),
     "bad_logits": (500, "server_error"),
     "grammar_failed": (400, "invalid_request_error"),
     "duplicate_request": (500, "server_error"),

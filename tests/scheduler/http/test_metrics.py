@@ -46,6 +46,7 @@ OF_OFFLOADING = {
     "pinned_bytes": "gauge",
     "bank_bytes": "gauge",
     "restarts": "counter",
+    "failed_steps": "counter",
     "slots_resident": "gauge",
     "dropped_frames": "counter",
     "requests_finished": "counter",
@@ -226,6 +227,7 @@ def test_what_the_engine_says_is_what_its_client_is_told(model: Path) -> None:
             assert value(found, "slots", worker=worker.name) == worker.slots == 8
             assert value(found, "stream_slots", worker=worker.name) == worker.stream_slots == 16
             assert value(found, "restarts", worker=worker.name) == worker.restarts == 0
+            assert not worker.failed_steps
             assert value(found, "expert_hits", worker=worker.name, phase="decode") == worker.decode.hits
             assert value(found, "kv_cache_usage_perc", worker=worker.name) == 0, "nothing runs"
 
