@@ -43,6 +43,7 @@ FLAGS = {
     "--state-slots": "auto",
     "--disable-prefix-cache": False,
     "--deterministic": False,
+    "--verify-copies": False,
     "--dtype": "auto",
     "--load-format": "auto",
     "--expert-activations": "plain",
