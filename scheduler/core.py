@@ -81,6 +81,7 @@ class Core:
         self._held: dict[int, Request] = {}  # by sequence: will be submitted when their prompt is computed
         self._out: list[tuple[Request, int]] = []  # requests of the step that is out, with their token counts
         self._out_mode: Mode = "decode"
+        self._out_since_s = 0.0
         self._turn = Turn()
         self._short_order = itertools.count()
         self._ended: list[int] = []
@@ -156,7 +157,7 @@ class Core:
             self._out = self._with_pages(chosen)
         if kind is None:
             return None
-        self._turn = after(self._turn, kind)
+        self._turn, self._out_since_s = after(self._turn, kind), now_s
         self._out_mode = "decode"
         if kind != "decode":
             self._out_mode = prefill_mode(sum(count for _, count in self._out), self.limits.demand_tokens)
@@ -165,7 +166,7 @@ class Core:
     def apply(self, done: StepDone, now_s: float) -> list[Reply]:
         """The step is back: what the clients of its requests are to get, in the step's order."""
         mode, slots = self._out_mode, self.pages.states.available
-        self.counters[mode] = plus(self.counters[mode], done.stats)
+        self.counters[mode] = plus(self.counters[mode], done.stats, now_s - self._out_since_s)
         replies: list[Reply] = []
         shares = split_stats(done.stats, [count for _, count in self._out])
         out, self._out = self._out, []

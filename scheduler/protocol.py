@@ -223,7 +223,8 @@ class ModeCounters(Struct, frozen=True):
 
     Of steps that succeeded: what a failed step copied is in its worker's own counters alone. `copy_wait_s` are the
     seconds in which the copy engine had copies of these steps under way, for several at once counted once: the most
-    that computing can have waited for them, with what was computed meanwhile in it. Of several workers it is the sum.
+    that computing can have waited for them, with what was computed meanwhile in it. `step_s` are the seconds from when
+    these steps went out to when they were back. Of several workers both are sums.
     """
 
     steps: int = 0
@@ -232,6 +233,7 @@ class ModeCounters(Struct, frozen=True):
     misses: int = 0
     copied_nbytes: int = 0
     copy_wait_s: float = 0.0
+    step_s: float = 0.0
 
 
 class WorkerCounters(Struct, frozen=True):

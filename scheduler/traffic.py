@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import msgspec
-
 from scheduler.protocol import ModeCounters
 from worker.protocol import ExpertStats
 
@@ -38,10 +36,10 @@ def split_stats(stats: ExpertStats, tokens: Sequence[int]) -> list[ExpertStats]:
     ]
 
 
-def plus(counters: ModeCounters, stats: ExpertStats) -> ModeCounters:
-    """The counters with one more step."""
-    sums = {name: getattr(counters, name) + getattr(stats, name) for name in ModeCounters.__struct_fields__}
-    return msgspec.convert(sums, ModeCounters)
+def plus(counters: ModeCounters, stats: ExpertStats, step_s: float) -> ModeCounters:
+    """The counters with one more step, which took `step_s`."""
+    sums = {name: getattr(counters, name) + getattr(stats, name) for name in ExpertStats.__struct_fields__}
+    return ModeCounters(**sums, step_s=counters.step_s + step_s)
 
 
 def total(counters: Sequence[ModeCounters]) -> ModeCounters:

@@ -55,6 +55,7 @@ PHASE_COUNTERS: tuple[PhaseFigure, ...] = (
         "Seconds in which copies for such steps were under way: the most that computing can have waited for them.",
         lambda mode: mode.copy_wait_s,
     ),
+    ("step_seconds", "Seconds that such steps took, from going out to the worker to being back.", lambda m: m.step_s),
 )
 
 

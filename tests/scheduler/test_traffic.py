@@ -23,6 +23,7 @@ def test_a_request_alone_in_a_step_has_all_of_its_figures() -> None:
 
 
 def test_sums_are_field_by_field() -> None:
-    counters = plus(plus(ModeCounters(), ExpertStats(1, 9, 4, 5, 50, 0.5)), ExpertStats(1, 3, 2, 1, 10, 0.25))
-    assert counters == ModeCounters(2, 12, 6, 6, 60, 0.75)
-    assert total([counters, ModeCounters(), counters]) == ModeCounters(4, 24, 12, 12, 120, 1.5)
+    first = plus(ModeCounters(), ExpertStats(1, 9, 4, 5, 50, 0.5), 2.0)
+    counters = plus(first, ExpertStats(1, 3, 2, 1, 10, 0.25), 1.0)
+    assert counters == ModeCounters(2, 12, 6, 6, 60, 0.75, 3.0)
+    assert total([counters, ModeCounters(), counters]) == ModeCounters(4, 24, 12, 12, 120, 1.5, 6.0)

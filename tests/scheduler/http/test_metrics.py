@@ -41,6 +41,7 @@ OF_OFFLOADING = {
     "chunks": "counter",
     "decode_steps": "counter",
     "copy_wait_seconds": "counter",
+    "step_seconds": "counter",
     "slots": "gauge",
     "stream_slots": "gauge",
     "pinned_bytes": "gauge",
@@ -217,6 +218,7 @@ def test_what_the_engine_says_is_what_its_client_is_told(model: Path) -> None:
             assert value(found, "expert_misses", phase=phase) == counters.misses
             assert value(found, "copied_bytes", phase=phase) == counters.misses * RECORD_NBYTES
             assert value(found, "copy_wait_seconds", phase=phase) == counters.copy_wait_s
+            assert value(found, "step_seconds", phase=phase) == counters.step_s > 0
         assert value(found, "chunks", mode="demand") == stats.demand.steps
         assert value(found, "chunks", mode="streamed") == stats.streamed.steps
         assert value(found, "decode_steps") == stats.decode.steps
