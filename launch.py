@@ -11,7 +11,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main`: Ctrl-C during the imports shows no traceback
 
 import io
-import logging
 import os
 import secrets
 import sys
@@ -29,7 +28,7 @@ from copyengine.wire import cli
 from copyengine.wire.child import Told
 from copyengine.wire.errors import ConfigError, SlotstreamError
 from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Ready
-from copyengine.wire.logs import configure_logging
+from copyengine.wire.logs import Log, configure_logging
 from copyengine.wire.restarts import Patience, Role
 from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
@@ -48,7 +47,7 @@ LISTEN_TIMEOUT_S = 30.0
 LAST_WORD_S = 20.0
 """Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
 
-log = logging.getLogger("launch")
+log = Log("launch")
 
 
 class Engine:
@@ -70,7 +69,7 @@ class Engine:
                 config.watchdog_s,
             ),
             self.command,
-            say=log.warning,
+            say=lambda text: log.warning("processes", detail=text),
             on_progress=progress.show,
             on_end=reclaim_stale,
         )
@@ -207,7 +206,7 @@ def run(config: LaunchConfig) -> int:
     if config.prompt is not None and config.port == DEFAULT_PORT:
         config = replace(config, port=0)  # nobody else needs to find it: it may run beside another engine
     found = preflight(config, say)
-    log.info("device %s, %s", found.placement.device, found.placement.reason)
+    log.info("start", model=str(found.model.directory), device=found.placement.device, detail=found.placement.reason)
     engine = Engine(config, found, ProgressLine())
     try:
         on_signals(engine.told)

@@ -9,7 +9,6 @@ no record can be lost). All of its state belongs to the thread: others hand it f
 (`attach`, `detach`).
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from copyengine.protocol import MAX_QUERY, CopyCounters
 from copyengine.ring import KINDS, CopyQuery, Kind, Malformed, RingReader
 from copyengine.sync import nap, yield_core
 from copyengine.wire.errors import CopyFailed, PeerDied
+from copyengine.wire.logs import Log
 
 T = TypeVar("T")
 DETACH_S = 2.0
@@ -33,7 +33,7 @@ DETACH_S = 2.0
 STOP_S = 4.0
 """Seconds that `stop` waits for the thread, and the thread for all copies in flight. The process ends without them."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Attachment(Struct, frozen=True):
@@ -189,8 +189,8 @@ class Copier:
             for worker in list(self._attached):
                 self._detach(worker, self._stop_by)
             self._settled = self._settle_all(self._stop_by)
-        except Exception:
-            log.exception("the copy loop failed")
+        except Exception as error:
+            log.failed("copy_loop_failed", error, words=True)
             self._on_death()
 
     def _loop(self) -> None:
@@ -257,7 +257,7 @@ class Copier:
 
     def _refuse(self, attachment: Attachment, record: Malformed) -> None:
         self._malformed += 1
-        log.error("worker %s rang a malformed record: %s", attachment.worker, record.why)
+        log.error("record_malformed", worker=attachment.worker, detail=record.why)
         if record.flag is not None:
             self._device.write_flag("demand", attachment.flags, record.flag, FAILED)
 
@@ -313,7 +313,7 @@ class Copier:
     def _complete(self, piece: Piece, attachment: Attachment, error: CopyFailed | None = None) -> None:
         """Nothing of the piece is in flight; fail its query once that holds for all of it."""
         if error is not None:
-            log.error("a copy for worker %s, layer %d failed: %s", piece.worker, piece.query.layer, error)
+            log.error("copy_failed", worker=piece.worker, layer=piece.query.layer, detail=str(error))
             tally = self._tallies[piece.query.kind]
             tally.records -= piece.records
             tally.nbytes -= piece.records * attachment.record_nbytes
@@ -345,7 +345,7 @@ class Copier:
             attachment.close()
         else:
             waited = time.monotonic() - start
-            log.error("copies for worker %s have not ended within %.2f s; its memory stays mapped", worker, waited)
+            log.error("copies_stuck", worker=worker, after_s=waited, detail="its memory stays mapped")
 
     def _settle(self, attachment: Attachment, end: float) -> bool:
         """Wait until none of its copies and flag writes is in flight, or `end` passes; whether that is so."""

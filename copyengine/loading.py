@@ -1,7 +1,6 @@
 """Carries out Load: once, in a thread, however many clients ask for it, telling each of them how far it is."""
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ from copyengine.device import CopyDevice
 from copyengine.protocol import Load, Loaded, LoadProgress
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError, RequestRefused
+from copyengine.wire.logs import Log
 from kernels.formats import RecordLayout
 
 PROGRESS_S = 0.1
@@ -29,7 +29,7 @@ STOP_S = 2.0
 DUMMY_SEED = 0
 """Of experts that are made up: the same at every start."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Filled(NamedTuple):
@@ -81,7 +81,7 @@ class BankLoader:
         if self._task is not None and not self._task.done():
             _, running = await asyncio.wait({self._task}, timeout=STOP_S)
             if running:
-                log.error("the load has not stopped within %g s: a read may be stuck", STOP_S)
+                log.error("load_stuck", after_s=STOP_S, detail="a read may be stuck")
                 return False
         if free_banks and self.banks is not None:
             self.banks.close()
@@ -97,7 +97,7 @@ class BankLoader:
             raise
         self.banks = banks = filled.banks
         load_s = time.monotonic() - start
-        log.info("%.1f GB of experts loaded in %.1f s", banks.nbytes / 1e9, load_s)
+        log.info("experts_loaded", nbytes=banks.nbytes, pinned_nbytes=banks.pinned_nbytes, took_s=load_s)
         sizes = banks.record_nbytes, banks.layers, banks.experts, banks.nbytes, filled.read_nbytes
         return Loaded(*sizes, load_s, banks.pinned_nbytes, filled.input_scales, filled.checksums)
 

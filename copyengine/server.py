@@ -1,7 +1,6 @@
 """The copy engine's socket side: loads banks, attaches workers, counts. The copying is the copier's (copier.py)."""
 
 import asyncio
-import logging
 import secrets
 from concurrent.futures import Future
 
@@ -28,6 +27,7 @@ from copyengine.protocol import (
 )
 from copyengine.ring import Limits, RingReader
 from copyengine.wire.errors import PeerDied, RequestRefused, WireError
+from copyengine.wire.logs import Log
 from copyengine.wire.rpc import Call, RpcServer
 
 DEAD_POLL_S = 1.0
@@ -38,7 +38,7 @@ STEP_SPIN_US = 5000
 """On a GPU, while less than this has passed since the last record, the copy loop polls without naps: the layers of a
 step follow each other within it, and each would wait for the end of a nap."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class CopyEngineServer:
@@ -155,8 +155,8 @@ class CopyEngineServer:
             await asyncio.sleep(DEAD_POLL_S)
             try:
                 await self._drop_dead_once()
-            except Exception:
-                log.exception("looking for dead workers failed; it goes on")
+            except Exception as error:  # it goes on
+                log.failed("look_for_dead_failed", error, words=True)
 
     async def _drop_dead_once(self) -> None:
         watched = list(self._watched.items())
@@ -165,7 +165,7 @@ class CopyEngineServer:
             if attachment.ring.handle.name in living or self._watched.get(worker) is not attachment:
                 continue  # the latter was detached, or replaced, while the one before it was dropped
             del self._watched[worker]
-            log.info("worker %s is dead and detached", worker)
+            log.info("worker_detached", worker=worker, detail="it is dead")
             await _uncancelled(self._copier.drop(attachment))
 
     def _stats(self) -> StatsReply:

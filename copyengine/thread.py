@@ -1,7 +1,6 @@
 """The copy engine as a thread of the worker process, over inproc://: where no other process can map the pool."""
 
 import contextlib
-import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from copyengine.config import CopyEngineConfig
 from copyengine.server import CopyEngineServer
 from copyengine.wire.errors import PeerDied
+from copyengine.wire.logs import Log
 from copyengine.wire.loop import run
 
 START_S = 10.0
@@ -22,7 +22,7 @@ START_S = 10.0
 STOP_S = 8.0
 """Seconds that it may take to end: what its copy loop and its loader may take, and a little more."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class CopyEngineThread:
@@ -63,7 +63,7 @@ class CopyEngineThread:
                 self._server.stop()
         self._thread.join(STOP_S)
         if self._thread.is_alive():
-            log.error("the copy engine's thread has not ended within %g s", STOP_S)
+            log.error("copy_thread_stuck", after_s=STOP_S)
         return not self._thread.is_alive() and self._clean
 
     def __enter__(self) -> Self:
@@ -78,8 +78,8 @@ class CopyEngineThread:
     def _run(self) -> None:
         try:
             run(self._serve(), self._config.event_loop)
-        except Exception:
-            log.exception("the copy engine's thread failed")
+        except Exception as error:
+            log.failed("copy_thread_failed", error, words=True)
             self._on_death()
         finally:
             self._bound.set()

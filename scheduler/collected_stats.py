@@ -18,7 +18,6 @@ decode steps: those among the first `window_steps` decode and demand steps after
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from copyengine.wire.errors import SlotstreamError
+from copyengine.wire.logs import Log
 from worker.client import WorkerClient
 from worker.protocol import LOGGED_STEPS, LayerStatsReply, LayerTraffic, OracleFigures
 
@@ -41,7 +41,7 @@ ANSWER_S = 30.0
 LAST_ANSWER_S = 2.0
 """The same when the engine stops: the process has STOP_GRACE_S in all."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class ModeFigures(Struct, frozen=True):
@@ -153,9 +153,9 @@ class Collector:
             content = msgspec.json.encode(figures(self._model, [*self._past, *self._told.values()]))
             await asyncio.get_running_loop().run_in_executor(self._writer, replace_file, self._path, content)
         except OSError as error:
-            log.error("--collect-stats %s: cannot be written: %s", self._path, error.strerror or error)
-        except Exception:  # serving goes on, and so does its end
-            log.exception("--collect-stats %s: not written this time", self._path)
+            log.error("stats_unwritten", file=str(self._path), detail=error.strerror or str(error))
+        except Exception as error:  # serving goes on, and so does its end
+            log.failed("stats_failed", error, words=True, file=str(self._path))
 
     def _fold_all_but(self, living: Sequence[WorkerClient]) -> None:
         """However many workers come and go, what is kept of them does not grow."""
@@ -167,7 +167,7 @@ class Collector:
         try:
             self._told[worker] = await worker.layer_stats(deadline_s)
         except SlotstreamError as error:
-            log.warning("--collect-stats: a worker's figures are those of its last answer: %s", error)
+            log.warning("stats_old", detail=f"a worker's figures are those of its last answer: {error}")
 
 
 def replace_file(path: Path, content: bytes) -> None:

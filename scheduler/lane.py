@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError, code_of
 from copyengine.wire.lifecycle import Progress
+from copyengine.wire.logs import Log
 from scheduler.core import Core
 from scheduler.last_known import LastKnown
 from scheduler.protocol import Failed, Finished, Tokens
@@ -24,7 +24,7 @@ STEP_DEADLINE_S = 600.0
 STEP_CODES = ("device_out_of_memory", "copy_damaged")
 """Of failed steps, those that a client is told; of any other one it learns "worker_failed" and the detail."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Outbox(Protocol):
@@ -128,7 +128,7 @@ class Lane:
         except SlotstreamError as error:
             why, self.loss = str(error), code_of(error)
         except Exception as error:
-            log.exception("the core loop failed")
+            log.failed("core_failed", error, words=False, worker=self.name)
             self.broken, self.loss = True, "internal"
             why = f"the core loop failed: {type(error).__name__}: {error}"
         finally:
@@ -147,8 +147,8 @@ class Lane:
         comes with another one."""
         try:
             self.core.fail_all()
-        except Exception:
-            log.exception("the core cannot be emptied")
+        except Exception as error:
+            log.failed("core_not_emptied", error, words=False, worker=self.name)
 
     async def _has_work(self) -> bool:
         """Waits for something to do; False once the worker is gone."""
@@ -210,8 +210,8 @@ class Lane:
             case StepFailed(code="taken_over", detail=detail):
                 raise RequestRefused("taken_over", detail)
             case StepFailed(code=code, detail=detail):
-                log.warning("a %s step failed: %s: %s", step.mode, code, detail)
                 self.failed_steps[code] += 1
+                log.warning("step_failed", worker=self.name, mode=step.mode, code=code, detail=detail)
                 for request in self.core.fail_step():
                     self._deliver(request, Failed(code if code in STEP_CODES else "worker_failed", detail))
 

@@ -1,13 +1,13 @@
 """Workers that were started anew are taken back: connected, loaded, and given to the lane of the one that died."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 import zmq.asyncio
 
 from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
 from copyengine.wire.lifecycle import Event, Joined, Peer, PeerLost, Progress
+from copyengine.wire.logs import Log
 from scheduler.config import SchedulerConfig
 from scheduler.lane import Lane, collapsed
 from scheduler.startup import load_worker, new_core
@@ -16,7 +16,7 @@ from worker.client import WorkerClient
 from worker.protocol import Loaded
 
 Tell = Callable[[Event], None]
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Rejoiner:
@@ -42,7 +42,7 @@ class Rejoiner:
             while True:
                 peer = await peers.get()
                 if peer.name not in lanes:
-                    log.warning("told of a worker %s at %s, which is none of ours", peer.name, peer.endpoint)
+                    log.warning("worker_unknown", worker=peer.name, endpoint=peer.endpoint)
                     continue
                 if peer.name in joining:
                     joining[peer.name].cancel()  # it has died again
@@ -86,7 +86,7 @@ class Rejoiner:
             await worker.close()
             raise
         else:
-            log.info("%s serves again", peer.name)
+            log.info("worker_joined", worker=peer.name, endpoint=peer.endpoint)
             self._tell(Joined(peer.name, peer.endpoint))
 
 

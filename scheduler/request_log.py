@@ -1,58 +1,66 @@
-"""One structured log line for each request that ends: key=value, in a fixed order, easy to search and sum."""
+"""One log line for each request that ends: event=request and its figures, in a fixed order, easy to search and sum.
 
-import json
-import logging
-import re
+Times are in seconds, MB are 10^6 bytes.
+"""
+
+from typing import Literal
 
 from copyengine.wire.errors import RequestRefused
+from copyengine.wire.logs import Log, Value
 from scheduler.protocol import Failed, Finished
 
-_PLAIN = re.compile(r"[\w.:+-]+", re.ASCII)
-log = logging.getLogger(__name__)
+OWN_WORDS = frozenset(
+    (
+        *("queue_full", "not_ready", "draining", "context_length_exceeded", "encode_timeout"),
+        *("worker_failed", "bad_logits", "device_out_of_memory", "copy_damaged"),
+    )
+)
+"""Codes whose detail is the engine's own words and numbers. That of others may quote the request: of these the client
+alone learns it."""
+
+log = Log(__name__)
 
 
 def log_end(request_id: str, so_far: Finished, final: Finished | Failed | None) -> None:
-    """Log that a request has ended, at level info."""
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s", end_line(request_id, so_far, final))
+    """An accepted request has ended; `final` is its last reply, None if its client left before.
+    `so_far` are its figures if that has none."""
+    match final:
+        case Finished(reason=reason):
+            log.info("request", id=request_id, end=reason, **_figures(final))
+        case Failed(code=code, detail=detail):
+            log.info("request", id=request_id, end=code, **_figures(so_far), **_detail(code, detail))
+        case None:
+            log.info("request", id=request_id, end="left", **_figures(so_far))
 
 
 def log_refused(request_id: str, refused: RequestRefused) -> None:
-    """Log that a request was not accepted, at level info."""
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s", refusal_line(request_id, refused))
+    """A request was not accepted; its id is empty if its client gave none."""
+    log.info("request", id=request_id, end="refused", code=refused.code, **_detail(refused.code, refused.detail))
 
 
-def refusal_line(request_id: str, refused: RequestRefused) -> str:
-    """Why a request was not accepted; its id is empty if its client gave none."""
-    return f"request id={_quoted(request_id)} end=refused code={refused.code} detail={_quoted(refused.detail)}"
+def log_unaccepted(request_id: str, end: Literal["left", "internal"]) -> None:
+    """A request has ended before it was accepted, though not refused: nothing was computed for it."""
+    log.info("request", id=request_id, end=end)
 
 
-def end_line(request_id: str, so_far: Finished, final: Finished | Failed | None) -> str:
-    """What is known of an accepted request that has ended; `final` is its last reply, None if its client left before.
-    `so_far` are its figures if that has none.
-
-    Times are in seconds, MB are 10^6 bytes. The client's words are quoted, as JSON does, unless they are plain.
-    """
-    match final:
-        case Finished(reason=reason):
-            return f"request id={_quoted(request_id)} end={reason} {_figures(final)}"
-        case Failed(code=code, detail=detail):
-            return f"request id={_quoted(request_id)} end={code} {_figures(so_far)} detail={_quoted(detail)}"
-        case None:
-            return f"request id={_quoted(request_id)} end=left {_figures(so_far)}"
+def _detail(code: str, detail: str) -> dict[str, Value]:
+    return {"detail": detail} if code in OWN_WORDS else {}
 
 
-def _figures(ended: Finished) -> str:
+def _figures(ended: Finished) -> dict[str, Value]:
     usage, timing = ended.usage, ended.timing
-    return (
-        f"n={len(ended.choices) or 1} "
-        f"prompt={usage.prompt_tokens} cached={usage.cached_tokens} new={usage.new_tokens} "
-        f"queued={timing.queued_s:.4f} ttft={timing.ttft_s:.4f} tpot={timing.tpot_s:.5f} total={timing.total_s:.4f} "
-        f"demand_chunks={usage.demand_chunks} streamed_chunks={usage.streamed_chunks} "
-        f"hits={usage.expert_hits} misses={usage.expert_misses} copied_mb={usage.copied_nbytes / 1e6:.1f}"
-    )
-
-
-def _quoted(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    return {
+        "n": len(ended.choices) or 1,
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "new": usage.new_tokens,
+        "queued": f"{timing.queued_s:.4f}",
+        "ttft": f"{timing.ttft_s:.4f}",
+        "tpot": f"{timing.tpot_s:.5f}",
+        "total": f"{timing.total_s:.4f}",
+        "demand_chunks": usage.demand_chunks,
+        "streamed_chunks": usage.streamed_chunks,
+        "hits": usage.expert_hits,
+        "misses": usage.expert_misses,
+        "copied_mb": f"{usage.copied_nbytes / 1e6:.1f}",
+    }

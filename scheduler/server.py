@@ -2,14 +2,14 @@
 
 import asyncio
 import itertools
-import logging
 import secrets
 import time
 
 import zmq.asyncio
 
-from copyengine.wire.errors import RequestRefused
+from copyengine.wire.errors import PeerDied, RequestRefused
 from copyengine.wire.lifecycle import Progress
+from copyengine.wire.logs import Log
 from copyengine.wire.rpc import Call, RpcServer
 from scheduler import protocol
 from scheduler.activity import activity_reply, ask_residency
@@ -22,7 +22,7 @@ from scheduler.lane import Lane
 from scheduler.policy import route
 from scheduler.protocol import Abort, Accepted, Activity, Done, Failed, Finished, Flush, Generate, Health, Stats, Tokens
 from scheduler.request import Ending, Request
-from scheduler.request_log import log_end, log_refused
+from scheduler.request_log import log_end, log_refused, log_unaccepted
 from scheduler.step_sampling import step_sampling
 from scheduler.ticket import Service, Tally, Ticket
 from scheduler.validate import SEEDS, check_generate, check_prompt
@@ -30,7 +30,7 @@ from scheduler.validate import SEEDS, check_generate, check_prompt
 STOP_NOTICE_S = 0.5
 """Seconds that requests have to receive their last reply when the process stops."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class SchedulerServer:
@@ -84,7 +84,7 @@ class SchedulerServer:
             async with asyncio.timeout(STOP_NOTICE_S):
                 await self._idle.wait()
         except TimeoutError:
-            log.debug("%d requests were still being served", len(self._tickets))
+            log.debug("requests_cut", requests=len(self._tickets))
 
     async def close(self) -> None:
         """Close the socket; `end` comes first."""
@@ -136,6 +136,14 @@ class SchedulerServer:
             self._submit(service, ticket, requests)
             call.send(Accepted(request_id=request_id, prompt_tokens=requests[0].prompt_tokens))
             return await ticket.outbox.end()
+        except PeerDied:
+            if ticket.request is None:
+                log_unaccepted(request_id, "left")
+            raise
+        except Exception as error:
+            if ticket.request is None and not isinstance(error, RequestRefused):
+                log_unaccepted(request_id, "internal")
+            raise
         finally:
             final = ticket.outbox.final  # none if the client left: what is aborted for that reason is no reply to it
             self._abort(ticket)

@@ -1,7 +1,6 @@
 """From settings to a serving scheduler: connect the workers, have them load, derive what one request may take."""
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import zmq.asyncio
 from copyengine.checkpoint.directory import read_config
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.lifecycle import Progress
+from copyengine.wire.logs import Log
 from copyengine.wire.loop import resolve
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, CoreLimits
@@ -25,7 +25,7 @@ from worker.protocol import Load, Loaded, LoadProgress
 LOAD_MARGIN_S = 10.0
 """Seconds that a worker's silence may last longer than what it waits for itself, so that it names the cause."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 def model_name(config: SchedulerConfig) -> str:
@@ -110,7 +110,7 @@ async def close_all(workers: list[WorkerClient]) -> None:
 def _demand_tokens(config: SchedulerConfig, loaded: Loaded) -> int:
     """The demand threshold in force: 0 for a dense model, which has no experts to fetch."""
     if loaded.moe_layers == 0 and config.demand_tokens > 0:
-        log.info("a dense model has no experts: --demand-tokens is 0")
+        log.info("demand_off", detail="a dense model has no experts: --demand-tokens is 0")
         return 0
     return config.demand_tokens
 
@@ -141,7 +141,7 @@ def _grammars(text: TextCodec, vocab_size: int) -> Grammars | None:
     try:
         return text.grammars(vocab_size)
     except ValueError as error:
-        log.warning("requests with a grammar will be refused: llguidance cannot read the tokenizer: %s", error)
+        log.warning("grammars_refused", detail=f"llguidance cannot read the tokenizer: {error}")
         return None
 
 

@@ -1,6 +1,5 @@
 """`python -m worker`: listens, brings torch in, loads when the scheduler asks for it, then runs its steps."""
 
-import logging
 import os
 import secrets
 import sys
@@ -14,7 +13,7 @@ from copyengine.device.host import end_now, reclaim_stale
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError, PeerDied
 from copyengine.wire.lifecycle import EXIT_PEER, Listening, Ready, StartFailed, announce
-from copyengine.wire.logs import configure_logging
+from copyengine.wire.logs import Log, configure_logging
 from copyengine.wire.loop import resolve
 from copyengine.wire.process import refuse, run_process
 from worker.config import WorkerConfig
@@ -26,7 +25,7 @@ STOP_STEP_S = 2.0
 """Seconds that a running step or load has to end when the process stops; then the process ends without it."""
 
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 async def serve(config: WorkerConfig) -> int:
@@ -50,7 +49,7 @@ async def serve(config: WorkerConfig) -> int:
         announce(Ready({**facts, "event_loop": resolve(config.event_loop)}))
         await server.serve()
     except PeerDied as error:
-        log.error("%s", error)
+        log.error("copy_engine_lost", detail=str(error))
         announce(StartFailed("peer_died", str(error)))
         parted = await link.detach()
         distrusted = server.engine is not None and server.engine.distrusts_copies()
@@ -64,7 +63,7 @@ async def serve(config: WorkerConfig) -> int:
         idle = await server.compute.idle(STOP_STEP_S)
         parted = await link.close()  # before the memory that it has mapped is freed
         if not idle or not parted or not await server.free(STOP_STEP_S):
-            log.warning("ending although a step, a load or a copy has not ended")
+            log.warning("end_forced", detail="a step, a load or a copy has not ended")
             end_now(code)
         context.term()
     return code

@@ -1,17 +1,17 @@
 """Decode steps as CUDA graphs, one for each number of sequences: routing, admission, waits and sampling inside."""
 
-import logging
 from typing import Any
 
 import numpy as np
 import torch
 
+from copyengine.wire.logs import Log
 from worker.drawing import Drawn
 from worker.model.stack import Decoder
 from worker.step import forward
 from worker.step_inputs import StepArrays, assemble, pack, packed_nbytes, views
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class DecodeGraphs:
@@ -55,7 +55,7 @@ class DecodeGraphs:
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self._device)
             return _Graph(self._model, self._device, arrays, self._memory, self._logits[: len(arrays.rows)])
         except RuntimeError as error:  # of torch; if the device is broken, the step's other launches show it
-            log.warning("decode steps of %d sequences run without a graph: %s", len(arrays.tokens), error)
+            log.warning("graph_failed", sequences=len(arrays.tokens), detail=str(error))
             return None
 
     @property

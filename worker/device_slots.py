@@ -8,7 +8,6 @@ Failure: a query that did not land has its flag above LANDED, which a later laun
 step then fails as a whole, and every slot that it used is forgotten. Waiting and ending by force: worker.step_watch.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +20,7 @@ from copyengine.device.host import create_segment
 from copyengine.protocol import Attach
 from copyengine.ring import RingWriter, ring_nbytes
 from copyengine.wire.errors import CopyFailed, RequestRefused, SlotstreamError
+from copyengine.wire.logs import Log
 from kernels import admit
 from kernels.checksum import DAMAGE, RecordChecks, check_records, new_record_checks, slot_sums
 from kernels.flag_wait import spin_until_set
@@ -41,7 +41,7 @@ OUTCOME_WORDS = 6
 COUNTERS = len(admit.STATS) + len(admit.STREAM_STATS)
 """That the device keeps of each layer."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class DeviceSlots:
@@ -366,7 +366,7 @@ class DeviceSlots:
             self._traffic += self._since(self._counters_now().cpu())
             ended = True
         except SlotstreamError as error:
-            log.error("a failed step did not end: %s", error)
+            log.error("step_stuck", detail=str(error))
         except (RuntimeError, CudaError) as error:  # of the device, after which it does nothing more
             self._watch.release(f"the device does not work any more: {error}")
         finally:

@@ -1,7 +1,6 @@
 """A loaded model: from a checkpoint directory to something that runs steps. Brings torch."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from copyengine.protocol import Dtype
 from copyengine.protocol import Loaded as BanksLoaded
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError, RequestRefused
+from copyengine.wire.logs import Log
 from kernels.admit import half_life_of
 from kernels.formats import RecordLayout
 from kernels.grouped_gemm import InputScales
@@ -60,7 +60,7 @@ COPY_DEADLINE_S = 30.0
 """Seconds that a step waits for one query's copies; then the copy engine is taken for dead, and the worker ends."""
 
 OnProgress = Callable[[LoadProgress], None]
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 HALF_LIFE_STEPS = 8
@@ -103,7 +103,7 @@ def fit(prepared: Prepared, load: Load, backend: Backend) -> Prepared:
     """`prepared` with the sizes that fit now that the banks have their memory. ConfigError if there is too little."""
     budget = _budget(prepared.model, prepared.dtype, prepared.record, load, backend)
     for note in budget.notes:
-        log.warning("%s", note)
+        log.warning("memory_note", detail=note)
     return replace(prepared, budget=budget)
 
 

@@ -5,7 +5,6 @@ No torch at import: a worker listens before it brings torch in.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 from copyengine.protocol import Loaded
 from copyengine.protocol import LoadProgress as BankProgress
 from copyengine.wire.errors import ConfigError, PeerError
+from copyengine.wire.logs import Log
 from worker.compute import ComputeThread
 from worker.config import WorkerConfig
 from worker.copy_engine_link import CopyEngineLink
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OnProgress = Callable[[LoadProgress], None]
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class EngineLoader:
@@ -123,7 +123,7 @@ class EngineLoader:
         try:
             await self._link.wake()
         except PeerError as error:  # the watch notices its death, the step's own deadline its silence
-            log.warning("could not wake the copy engine: %s", error)
+            log.warning("wake_failed", detail=str(error))
 
     def _from_thread(self, function: Callable[[T], None]) -> Callable[[T], None]:
         """What may be called from any thread to have `function` called on the event loop's."""

@@ -1,7 +1,6 @@
 """The worker's socket side: loads once, runs steps in order, stays answerable while the model computes. No torch."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -9,6 +8,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused
+from copyengine.wire.logs import Log
 from copyengine.wire.rpc import Call, RpcServer
 from worker import protocol
 from worker.compute import ComputeThread
@@ -35,7 +35,7 @@ from worker.protocol import (
     VerifySlots,
 )
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Engine(Protocol):
@@ -263,4 +263,4 @@ async def _relay(call: Call[protocol.Request, protocol.Reply], watcher: asyncio.
         while True:
             await call.progress(await watcher.get())
     except PeerDied:
-        log.info("the scheduler that asked for the load is gone; loading goes on")
+        log.info("load_unwatched", detail="the scheduler that asked for the load is gone; loading goes on")

@@ -5,7 +5,6 @@ the word from which on admission rings nothing, again and again until the step i
 its look at the word clears a flag once more.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from copyengine.device import CLEARED, RELEASED
 from copyengine.device.cuda_driver import CudaError
 from copyengine.sync import nap
 from copyengine.wire.errors import PeerDied, PeerTimeout
+from copyengine.wire.logs import Log
 from worker.step_device import StepDevice, StepStream
 
 END_S = 10.0
@@ -25,7 +25,7 @@ RAISE_EVERY_S = 2e-3
 CLOSE_S = 2.0
 """Seconds that a round of raising may take to end at the close."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class StepWatch:
@@ -141,6 +141,6 @@ class StepWatch:
             address, count = self._flags
             self._device.write_words(address, RELEASED, count)
         except (CudaError, RuntimeError) as error:
-            log.error("the flags cannot be raised: %s", error)
+            log.error("flags_not_raised", detail=str(error))
             return False
         return True

@@ -3,7 +3,6 @@
 With load format "dummy" there are no tensors to find: they are made up (`copyengine.checkpoint.dummy` for the experts).
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,11 +31,12 @@ from copyengine.model_spec import ModelSpec
 from copyengine.protocol import ExpertActivations, LoadFormat
 from copyengine.records import record_layout
 from copyengine.wire.errors import ConfigError
+from copyengine.wire.logs import Log
 
 RANDOM_WEIGHTS = "slotstream_random_weights"
 """Key of config.json that marks a model whose weights were drawn, not trained."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Model(Struct, frozen=True):
@@ -118,5 +118,4 @@ def _log_unused(directory: Path, refs: Mapping[str, TensorRef], used: int, with_
     unused = len(refs) - used
     inputs = sum(name.endswith(INPUT_SCALES) for name in refs if not with_inputs)
     if unused:
-        of_inputs = f", {inputs} of them scales of activations, which are not quantised" if inputs else ""
-        log.info("%s: %d tensors of the checkpoint are not used%s", directory, unused, of_inputs)
+        log.info("tensors_unused", directory=str(directory), tensors=unused, input_scales=inputs)

@@ -1,15 +1,14 @@
 """A head that the files hold although config.json says that it is the token embedding: the embedding is used."""
 
-import logging
-
 import numpy as np
 
 from copyengine.checkpoint.files import Files
 from copyengine.checkpoint.model import Model
+from copyengine.wire.logs import Log
 
 PIECE_NBYTES = 32 << 20
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 def warn_of_another_head(model: Model) -> None:
@@ -18,9 +17,10 @@ def warn_of_another_head(model: Model) -> None:
     if head is None or not head.nbytes or _is_embedding(model):
         return
     log.warning(
-        "%s: holds a head that differs from the token embedding, which is used instead of it since config.json says "
+        "head_unused",
+        file=str(head.path),
+        detail="holds a head that differs from the token embedding, which is used instead of it since config.json says "
         "tie_word_embeddings: true; if that is wrong, start with --hf-overrides '{\"tie_word_embeddings\": false}'",
-        head.path,
     )
 
 

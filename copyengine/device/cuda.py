@@ -4,7 +4,6 @@ Copies are DMA and never kernels: a copy kernel in this process takes 17-49 % fr
 (H200, 2026-11). Flags are set by stream operations: a copy of 4 bytes in their place took 290 µs more.
 """
 
-import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from copyengine.device.pinned import PinnedBank, Pinning
 from copyengine.device.staging import Staging
 from copyengine.protocol import MemoryHandle
 from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, WireError
+from copyengine.wire.logs import Log
 
 BANK_THREADS = 2
 TOUCH_THREADS = 8
@@ -24,7 +24,7 @@ TOUCH_THREADS = 8
 2026-11, tests/bench/results/nvidia-h200_202611_pinning.md)."""
 
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class CudaMemory:
@@ -153,7 +153,7 @@ class CudaCopyDevice:
                     if not error.refuses_pinning:
                         raise
                     self._no_staging = True
-                    log.warning("not even a staging buffer can be pinned: %s", error)
+                    log.warning("staging_unpinned", detail=str(error))
 
     def _enter_first(self) -> None:
         """Make the context of the GPU that banks are pinned for the calling thread's."""

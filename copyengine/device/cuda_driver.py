@@ -5,11 +5,11 @@ imported when a Driver is loaded and not before: most machines have neither it n
 """
 
 import importlib
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from copyengine.wire.errors import ConfigError
+from copyengine.wire.logs import Log
 
 HOST_PORTABLE, HOST_MAPPED = 1, 2
 """CU_MEMHOSTALLOC_*, CU_MEMHOSTREGISTER_*: known to all contexts; has an address for devices."""
@@ -28,7 +28,7 @@ PINNING_REFUSED = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED", "CUDA
 INSTALL = "install the NVIDIA driver and `pip install cuda-bindings`, or use --device cpu"
 
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class CudaError(Exception):
@@ -268,7 +268,7 @@ class Driver:
         except CudaError as error:
             if error.refused:
                 raise
-            log.warning("on a GPU that is broken: %s", error)
+            log.warning("gpu_broken", detail=str(error))
 
     def _check(self, call: str, status: Any) -> None:
         if status:

@@ -6,7 +6,6 @@ one call takes ten times as long (tests/bench/bench_pinning.py measures both). W
 memory, WSL2) the rest of a bank stays pageable, and copies of it go through staging.py.
 """
 
-import logging
 import mmap
 import sys
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 from copyengine.checkpoint.parallel import run_all
 from copyengine.device import Bytes
 from copyengine.device.cuda_driver import HOST_PORTABLE, CudaError, Driver
+from copyengine.wire.logs import Log
 
 TOUCH_NBYTES = 64 << 20
 """What one thread takes from the system at a time."""
@@ -25,7 +25,7 @@ TOUCH_NBYTES = 64 << 20
 LEAST_PIN_NBYTES = 16 << 20
 """Where a bank is refused, its half is asked for, and so on down to this."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class PinnedBank:
@@ -125,9 +125,10 @@ class Pinning:
             first, self._refused = not self._refused, True
         if first:
             log.warning(
-                "no more host memory can be pinned (%s): the rest of the experts stays pageable, and copying them is "
+                "pinning_refused",
+                cause=str(error),
+                detail="no more host memory can be pinned: the rest of the experts stays pageable, and copying them is "
                 "slower; raise the limit on locked memory (ulimit -l), under WSL2 the memory of the virtual machine",
-                error,
             )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -10,9 +9,10 @@ from typing import Any
 
 from copyengine.wire.errors import ConfigError, SlotstreamError, code_of
 from copyengine.wire.lifecycle import EXIT_CONFIG, Alive, Order, Peer, StartFailed, announce, watch_parent
+from copyengine.wire.logs import Log
 from copyengine.wire.loop import EventLoop, loop_factory
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Orders:
@@ -82,7 +82,7 @@ def run_process(
         cause = _cause(error)
         if isinstance(cause, SlotstreamError):
             return refuse(cause, parent_pipe)
-        log.exception("the process failed")
+        log.failed("process_failed", cause, words=True)
         announce(StartFailed("internal", f"{type(cause).__name__}: {cause}"))
         return 1
 

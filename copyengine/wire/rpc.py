@@ -9,7 +9,6 @@ the sender learn of it, by a Failed("wire").
 import asyncio
 import contextlib
 import itertools
-import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -31,11 +30,12 @@ from copyengine.wire.errors import (
     code_of,
     from_code,
 )
+from copyengine.wire.logs import Log
 
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
 K = TypeVar("K")
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 CALL_NBYTES = 8
 REPLY_GRACE_S = 0.2
@@ -178,7 +178,7 @@ class RpcServer(Generic[Req, Rep]):
         except SlotstreamError as error:
             reply = self._failed(code_of(error), getattr(error, "detail", str(error)))
         except Exception as error:
-            log.exception("request failed")
+            log.failed("call_failed", error, words=False)
             reply = self._failed("internal", f"{type(error).__name__}: {error}")
         await self._send_final(peer, number, reply)
 
@@ -190,9 +190,9 @@ class RpcServer(Generic[Req, Rep]):
                 return self._send(peer, number, reply)
             except _QueueFull as error:
                 if time.monotonic() >= give_up_s:
-                    return log.debug("a final reply is dropped: %s", error)
+                    return log.debug("reply_dropped", detail=str(error))
             except PeerDied:
-                return log.debug("the client of a finished request is gone")
+                return log.debug("client_gone")
             await asyncio.sleep(FINAL_RETRY_S)
 
     def _send(self, peer: bytes, number: bytes, reply: Rep) -> None:
@@ -223,7 +223,7 @@ class RpcServer(Generic[Req, Rep]):
         try:
             return self._codec.encode(reply)
         except WireError as error:
-            log.exception("a reply cannot be encoded")
+            log.failed("reply_unsendable", error, words=False)
             return self._codec.encode(self._failed("internal", f"the reply cannot be encoded: {error}"))
 
 
@@ -360,7 +360,7 @@ class RpcClient(Generic[Req, Rep]):
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        log.error("the replies of the %s at %s cannot be read any more", self._peer, self.endpoint, exc_info=error)
+        log.failed("replies_unreadable", error, words=False, peer=self._peer, endpoint=self.endpoint)
         why = f"{type(error).__name__}: {error}"
         self._broken = PeerError(f"the replies of the {self._peer} at {self.endpoint} cannot be read any more: {why}")
         self._fail_all(self._broken)
@@ -392,7 +392,7 @@ class RpcClient(Generic[Req, Rep]):
             replies.put_nowait(self._codec.decode(frames[1]))
         except WireError as error:
             self.dropped_frames += 1
-            log.warning("dropped a reply of the %s: %s", self._peer, error)
+            log.warning("reply_refused", peer=self._peer, detail=str(error))
 
     async def _watch(self) -> None:
         while True:

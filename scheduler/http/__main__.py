@@ -1,7 +1,6 @@
 """`python -m scheduler.http`: serves HTTP as a client of a running scheduler, until told to stop."""
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -12,7 +11,7 @@ from copyengine.checkpoint.directory import read_config
 from copyengine.wire import cli
 from copyengine.wire.errors import ConfigError
 from copyengine.wire.lifecycle import Listening, Ready, announce
-from copyengine.wire.logs import configure_logging
+from copyengine.wire.logs import Log, configure_logging
 from copyengine.wire.process import Orders, refuse, run_process
 from scheduler.client import Client
 from scheduler.http.app import App
@@ -24,7 +23,7 @@ from scheduler.http.routes import ROUTES
 from scheduler.http.server import HttpServer
 from scheduler.tokenize import load_text_codec
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 async def serve(config: HttpConfig, orders: Orders) -> int:
@@ -35,7 +34,7 @@ async def serve(config: HttpConfig, orders: Orders) -> int:
         address = url(config.http_host, listener.getsockname()[1])
         announce(Listening(reachable_url(config.http_host, listener.getsockname()[1])))
         if not is_loopback(config.http_host):
-            log.warning("HTTP is served on %s, which other machines may reach%s", address, _open_to_all(key))
+            log.warning("http_open", url=address, detail=f"other machines may reach it{_open_to_all(key)}")
         text = load_text_codec(Path(config.model), read_config(Path(config.model), config.hf_overrides))
         default_sampling = read_default_sampling(Path(config.model))
         async with Client(config.scheduler) as client:

@@ -1,7 +1,6 @@
 """The ASGI application: finds a request's route, checks key and body, serves it while its client is there."""
 
 import asyncio
-import logging
 import re
 import secrets
 from collections.abc import Coroutine, Sequence
@@ -12,8 +11,10 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from copyengine.wire.errors import SlotstreamError
+from copyengine.wire.logs import Log
 from scheduler.http.access import Access
 from scheduler.http.answering import TooSlow
+from scheduler.http.error_log import log_http_error
 from scheduler.http.errors import ApiError, api_error, draining, internal, queue_full
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.reading import Body, ClientLeft, Room, check_headers, decoded
@@ -27,7 +28,7 @@ BODIES_AT_A_TIME = 8
 ABORT = "slotstream.abort"
 """The extension of ASGI's scope under which the server offers what ends a connection at once."""
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class App:
@@ -47,7 +48,7 @@ class App:
         try:
             await self._answer(request_id, scope, receive, patient(send))
         except TooSlow as error:
-            log.warning("%s is given up: %s", request_id, error)
+            log.warning("http_given_up", id=request_id, detail=str(error))
             await _cut_off(scope, receive)
         except asyncio.CancelledError:
             if not self._front.draining:
@@ -65,6 +66,7 @@ class App:
         except ClientLeft:
             return
         except ApiError as error:
+            log_http_error(request_id, error.status, error)
             return await _refuse(error, request_id, body, scope, receive, send)
         finally:
             body.release()
@@ -102,13 +104,14 @@ class App:
             return await response(scope, receive, send)
         except ApiError as error:
             response = error.response()
+            log_http_error(call.request_id, error.status, error)
         except SlotstreamError as error:
             response = api_error(error, call.request_id, self._wording(call)).response()
-            log.info("%s %s: %s", call.request_id, response.status_code, error)
+            log_http_error(call.request_id, response.status_code, error)
         except TooSlow:
             raise
-        except Exception:
-            log.exception("%s %s failed", call.request_id, route.path)
+        except Exception as error:
+            log.failed("http_failed", error, words=False, id=call.request_id, path=route.path)
             response = internal(call.request_id).response()
         response.headers["x-request-id"] = call.request_id
         await response(scope, receive, send)

@@ -1,7 +1,6 @@
 """Answers that are sent while they are made: server-sent events, `data: JSON` and a blank line each."""
 
 import contextlib
-import logging
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -9,13 +8,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from copyengine.wire.errors import SlotstreamError
+from copyengine.wire.logs import Log
 from scheduler.http.answering import TooSlow
+from scheduler.http.error_log import log_http_error
 from scheduler.http.errors import ApiError, api_error, internal
 from scheduler.http.wording import Wording
 
 DONE = b"data: [DONE]\n\n"
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -60,12 +61,13 @@ class EventStream(Response):
     def _told(self, error: Exception) -> ApiError:
         match error:
             case ApiError():
+                log_http_error(self._request_id, self.status_code, error)
                 return error
             case SlotstreamError():
                 told = api_error(error, self._request_id, self.wording)
-                log.info("%s ended while it was streamed: %s", self._request_id, error)
+                log_http_error(self._request_id, self.status_code, error)
                 return told
-        log.exception("%s failed while it was streamed", self._request_id)
+        log.failed("http_failed", error, words=False, id=self._request_id)
         return internal(self._request_id)
 
 

@@ -3,13 +3,13 @@
 All three have to agree exactly, but where a client left before it could know.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from scheduler.protocol import StatsReply
+from tests.log_lines import events
 
 End = Literal["ended", "error", "left", "lost"]
 """With its last reply; with an error or a refusal; the client left; the connection broke under it."""
@@ -51,20 +51,10 @@ class Line:
         return "refused" if self.end == "refused" else "failed"
 
 
-_LINE = re.compile(r'(?:event=)?request id=(?P<id>"(?:[^"\\]|\\.)*"|\S*) end=(?P<end>\S+)(?P<rest>.*)')
-
-
 def request_lines(log: Iterable[str]) -> list[Line]:
     """Those of all requests that came to the scheduler."""
-    lines = []
-    for text in log:
-        found = _LINE.search(text)
-        if found:
-            fields = dict(re.findall(r" (prompt|new)=(\d+)", found["rest"]))
-            lines.append(
-                Line(found["id"].strip('"'), found["end"], int(fields.get("prompt", 0)), int(fields.get("new", 0)))
-            )
-    return lines
+    found = [line.fields for line in events(log, "request")]
+    return [Line(of["id"], of["end"], int(of.get("prompt", 0)), int(of.get("new", 0))) for of in found]
 
 
 def mistakes(asked: Sequence[Asked], lines: Sequence[Line], stats: StatsReply, kills: bool) -> list[str]:

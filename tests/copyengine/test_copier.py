@@ -640,7 +640,7 @@ def test_a_bug_in_the_loop_is_told(worker: Worker, caplog: pytest.LogCaptureFixt
     copier.start()
     worker.put(0, "demand", (0,))
     copier.attach(worker.attachment).result(10)
-    assert dead.wait(10) and "the copy loop failed" in caplog.text
+    assert dead.wait(10) and "event=copy_loop_failed" in caplog.text
     assert not copier.stop()  # nobody knows what is in flight
 
 

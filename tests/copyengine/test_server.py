@@ -193,7 +193,7 @@ def test_a_thread_that_fails_says_so(caplog: pytest.LogCaptureFixture, monkeypat
     context = zmq.asyncio.Context()
     with pytest.raises(PeerDied, match="did not start"):
         CopyEngineThread(CopyEngineConfig(), context, dead.set).start()
-    assert dead.wait(10) and "thread failed" in caplog.text
+    assert dead.wait(10) and "event=copy_thread_failed" in caplog.text
     context.term()
 
 

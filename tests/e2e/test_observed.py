@@ -199,7 +199,7 @@ def test_a_terminal_has_a_live_line_that_log_lines_erase() -> None:
     reader.join(STOP_TIMEOUT_S)
     os.close(terminal)
     lines = bytes(written).splitlines(keepends=True)
-    assert sum(b" request id=r" in line for line in lines) == 3
-    assert all(line.endswith(b"\r\n") for line in lines if b" request id=r" in line)
-    assert re.search(re.escape(erase) + rb"\d{4}-[^\r]* request id=r0 ", written)
+    assert sum(b" event=request id=r" in line for line in lines) == 3
+    assert all(line.endswith(b"\r\n") for line in lines if b" event=request id=r" in line)
+    assert re.search(re.escape(erase) + rb"\d{4}-[^\r]*: event=request id=r0 ", written)
     assert written.endswith(erase + b"\r")

@@ -19,6 +19,7 @@ from scheduler.client import Client
 from scheduler.protocol import Sampling
 from tests.e2e.engine import ROOT, Engine, gone, launch_command, running
 from tests.e2e.test_lifecycle import segments_of
+from tests.log_lines import events
 
 FLAGS = ("--slots", "64", "--chunked-prefill-size", "256")
 NAMES = ("copyengine", "worker0", "scheduler")
@@ -163,8 +164,9 @@ SHARED = {"copyengine": 8, "worker0": 3, "worker1": 3}
 
 
 def deaths(engine: Engine) -> list[str]:
-    """What the log says of each, without date and place."""
-    return [line.split(" launch: ")[-1] for line in engine.errors if " anew (death " in line]
+    """What the log says of each."""
+    said = [line.fields.get("detail", "") for line in events(engine.errors) if line.process == "launch"]
+    return [text for text in said if " anew (death " in text]
 
 
 def test_a_signal_during_the_start_leaves_nothing() -> None:

@@ -136,7 +136,7 @@ def test_what_goes_wrong_ends_neither_the_writing_nor_the_engines_end(
         assert failing.count == before + 1
 
     run(main(), "selector")
-    assert caplog.text.count("not written this time") >= 3 and not list(tmp_path.iterdir())
+    assert caplog.text.count("event=stats_failed") >= 3 and not list(tmp_path.iterdir())
 
 
 class Slow(Worker):

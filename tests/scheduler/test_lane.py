@@ -268,7 +268,7 @@ def test_a_core_that_cannot_even_be_emptied_is_replaced(caplog: pytest.LogCaptur
                 assert not collapse.done()
 
     on_loop("selector", main)
-    assert "the core cannot be emptied" in caplog.text
+    assert "event=core_not_emptied" in caplog.text
 
 
 def test_lanes_collapse_when_the_last_has_died_and_one_was_broken() -> None:

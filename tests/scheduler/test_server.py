@@ -459,7 +459,7 @@ def test_a_client_that_is_gone_has_its_requests_aborted_and_is_said_to_have_left
             await client.abort("aborted")
             assert (await aborted)[2].reason == "abort"
             ends = [" ".join(record.getMessage().split()[:3]) for record in caplog.records]
-            assert ends == ["request id=gone end=left", "request id=aborted end=abort"]
+            assert ends == ["event=request id=gone end=left", "event=request id=aborted end=abort"]
             async with asyncio.timeout(20):
                 while not rig.pages_free():  # noqa: ASYNC110 - the step that was out still writes into them
                     await asyncio.sleep(0.005)

@@ -95,7 +95,7 @@ def test_the_files_say_the_element_type_where_config_json_does_not(tiny: Path) -
 def test_unknown_tensors_are_counted_not_refused(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     open_model(tiny, '{"num_hidden_layers": 1}')
-    assert "21 tensors of the checkpoint are not used" in caplog.text
+    assert "event=tensors_unused " in caplog.text and " tensors=21 input_scales=0" in caplog.text
 
 
 def test_random_weights_are_marked(tiny: Path, saved: Path) -> None:

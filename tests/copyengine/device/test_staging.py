@@ -117,7 +117,7 @@ def test_buffers_that_cannot_be_pinned_are_asked_for_once(caplog: pytest.LogCapt
     with refusing(0, buffers=False) as (rig, _):
         rig.device.allocate_bank("run", "another", PAGE).close()
         assert rig.cuda.calls.count("cuMemHostAlloc") == 1
-    assert sum("not even a staging buffer" in record.message for record in caplog.records) == 1
+    assert sum("event=staging_unpinned" in record.message for record in caplog.records) == 1
 
 
 def test_a_buffer_is_filled_again_only_when_it_has_been_copied_out_of() -> None:

@@ -229,7 +229,8 @@ def test_every_failure_is_a_final_reply(caplog: pytest.LogCaptureFixture) -> Non
                 failed = await client.call(Ask(ask), 5)
                 assert isinstance(failed, Failed) and failed.code == "internal", ask
             assert await client.call(Ask("fine", 1), 5) == Answer("fine", 1)
-            assert "a bug" in caplog.text and "cannot be encoded" in caplog.text
+            assert "event=call_failed" in caplog.text and "event=reply_unsendable" in caplog.text
+            assert "a bug" not in caplog.text, "it may quote the request"
 
     in_both_loops(test)
 
@@ -506,7 +507,7 @@ def test_calls_end_at_once_if_a_listener_of_the_client_fails(
             assert not client.lost.is_set() and client._calls == {}
 
     in_both_loops(test)
-    assert "in fail" in caplog.text
+    assert " fail" in caplog.text
 
 
 def test_a_server_serves_until_its_end_and_raises_what_ends_it() -> None:

@@ -214,7 +214,7 @@ def test_a_client_that_does_not_read_is_given_up(
             assert (await rig.front.client.stats()).aborted == 1
 
     on_loop(event_loop, main)
-    assert "is given up: " in caplog.text and "Traceback" not in caplog.text
+    assert "event=http_given_up" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_tokens_do_not_pile_up_for_a_client_that_does_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
