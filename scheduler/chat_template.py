@@ -1,23 +1,17 @@
 """Chat messages to one text, by the checkpoint's Jinja template in the environment that Hugging Face gives it."""
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 
 from copyengine.wire.errors import ConfigError, RequestRefused
+from scheduler.template_environment import Environment
 
-MAX_REPEATED = 1_000_000
-MAX_POWER_BITS = 65_536
-"""What `*` may repeat a sequence to, and `**` raise an integer to: one operation holds up the whole process."""
+MAX_SOURCE_CHARS = 1_000_000
+"""Of a template; the longest of those that the tests have is of some 20,000. Compiling takes a second for so many."""
 
 MAX_REASON_CHARS = 500
 
@@ -32,29 +26,21 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 class ChatTemplate:
     """A compiled template. ConfigError, naming the file `origin`, if `source` does not compile.
 
-    A template is a program: it runs in jinja2's sandbox, nothing of it is evaluated before it is rendered, and `**` and
-    `*` are bounded. Its loops are not, nor what filters and format strings make: a template that nests long
-    loops occupies a thread for as long as they take.
+    A template is a program: it runs in jinja2's sandbox, nothing of it is evaluated before it is rendered, and what it
+    takes then is bounded, see `template_limits`.
 
     `source` is its text. `variables` are the names that it reads without having set them, or not in each of its
     branches; `settings` are those among them that are nothing of `render`'s own.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        environment = _Environment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-            optimized=False,
-            finalize=_as_it_is,
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ConfigError(f"{origin}: the chat template has more than {MAX_SOURCE_CHARS:,} characters")
+        self._environment = environment = Environment()
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(tree)
             self.variables = _undeclared(environment, tree)
+            self._template = environment.compiled(tree)
         except Exception as error:  # of jinja2, or whatever Python says of the code made from it
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ConfigError(f"{origin}: the chat template does not compile: {_reason(error)}{line}") from None
@@ -80,6 +66,7 @@ class ChatTemplate:
             last = dict(messages[-1])
             messages = [*messages[:-1], last | {"content": last["content"] + _GOES_ON}]
         values = {"messages": messages, "tools": tools, "documents": None, **self._special_tokens, **settings}
+        self._environment.begin()
         try:
             text = self._template.render(**values, add_generation_prompt=add_generation_prompt)
             text.encode()  # a lone surrogate can neither be tokenised nor sent
@@ -109,52 +96,7 @@ def _cut(text: str) -> str:
     return before.rstrip()
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """`left * right` or `left ** right`. OverflowError if the result would be too large."""
-        if operator == "**":
-            bits = left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
-            if bits > MAX_POWER_BITS:
-                raise OverflowError(f"** makes an integer of more than {MAX_POWER_BITS} bits")
-        else:
-            times, repeated = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and isinstance(repeated, Sequence) and times * len(repeated) > MAX_REPEATED:
-                raise OverflowError(f"* makes a sequence of more than {MAX_REPEATED:,} elements")
-        return super().call_binop(context, operator, left, right)
-
-
-@jinja2.pass_context
-def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
-    """What is printed, unchanged. That it takes the context keeps jinja2 from evaluating constants while compiling."""
-    return value
-
-
 def _reason(error: Exception) -> str:
     """What `error` says, as text that can be sent: the words may be the template's."""
     detail = (error.message if isinstance(error, jinja2.TemplateError) else None) or str(error) or type(error).__name__
     return detail[:MAX_REASON_CHARS].encode(errors="backslashreplace").decode()
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's turns for training; for serving it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it an instance variable
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own, does not escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

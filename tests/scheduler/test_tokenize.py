@@ -113,7 +113,7 @@ def test_chats_and_prompts_read_as_transformers_reads_them(tmp_path: Path) -> No
         ("{{ 2 ** 65536 }}", "bits"),
         ("{{ 'ab' * 500001 }}", "1,000,000"),
         ("{{ 500001 * [1, 2] }}", "1,000,000"),
-        ("{{ 'a'|center(10 ** 18) }}", "MemoryError"),
+        ("{{ 'a'|center(10 ** 18) }}", "center is asked for more"),
     ],
 )
 def test_a_template_that_objects_refuses_one_request(tmp_path: Path, template: str, named: str) -> None:
@@ -353,3 +353,29 @@ def test_text_that_the_tokenizer_cannot_encode_refuses_one_request(tmp_path: Pat
     with pytest.raises(RequestRefused, match="tokenizer") as refused:
         load_text_codec(tmp_path, {}).encode_prompt("b")
     assert refused.value.code == "invalid_request"
+
+
+def test_a_tokenizer_that_falls_over_refuses_one_request(tmp_path: Path) -> None:
+    """Against an error of the library's that is no Exception: nobody would hear of it."""
+    write(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    tokenizer["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    tokenizer["decoder"] = {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    codec = load_text_codec(tmp_path, {})
+    with pytest.raises(RequestRefused, match="chunk size must be non-zero"):
+        codec.encode_prompt("a")
+    letter = tokenizer["model"]["vocab"]["a"]
+    with pytest.raises(RequestRefused, match="cannot decode them: index out of bounds"):
+        codec.decode([letter])
+    detokenizer = codec.detokenizer()
+    assert detokenizer.push(letter) == "" and detokenizer.fault.startswith("index out of bounds")
+
+
+def test_a_tokenizer_file_that_the_library_falls_over_refuses_the_start(tmp_path: Path) -> None:
+    write(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read: Precompiled"):
+        load_text_codec(tmp_path, {})
