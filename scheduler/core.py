@@ -188,11 +188,9 @@ class Core:
                 continue
             tokens, reason = request.take_token(token, now_s, told)
             replies.append(Reply(request, tokens))
-            if reason:
-                replies.append(Reply(request, request.finished(reason, now_s)))
-                self._end(request)
-            elif request.fault:
-                replies.append(Reply(request, Failed("grammar_failed", f"the grammar went wrong: {request.fault}")))
+            end = request.unreadable or (request.finished(reason, now_s) if reason else request.astray)
+            if end:
+                replies.append(Reply(request, end))
                 self._end(request)
         ended = any(request.phase == "ended" for request, _ in out)
         if ended or mode != "decode" or self.pages.states.available > slots:  # else there is no more room

@@ -4,6 +4,8 @@ import re
 
 from tokenizers import Tokenizer
 
+from scheduler.panics import is_panic, reason
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -19,8 +21,11 @@ class Detokenizer:
 
     What `push` and `flush` return concatenates to the decoding of all tokens at once. Each push decodes a window from
     the last two places where the text was whole: the token before decides, for instance, whether a leading space is
-    kept, and earlier ones cannot matter.
+    kept, and earlier ones cannot matter. `fault` says why the tokenizer cannot decode them, if that happened: there is
+    no text from then on.
     """
+
+    fault = ""
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -71,11 +76,19 @@ class Detokenizer:
         return self._decode([token])
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        try:
+            return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
+            self.fault = reason(error)
+            return ""
 
 
 class NoText:
     """Stands in where the model has no tokenizer: tokens have no text."""
+
+    fault = ""
 
     def push(self, token: int) -> str:
         """No text."""

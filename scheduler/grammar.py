@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from copyengine.wire.errors import RequestRefused
+from scheduler.panics import Panic, caught
 from scheduler.timed_threads import TimedThreads
 
 COMPILE_S = 10.0
@@ -35,7 +36,11 @@ class Vocabulary:
 
     def __init__(self, tokenizer: str, size: int, ends: Iterable[int], vocab_size: int) -> None:
         self.ends = sorted(token for token in ends if 0 <= token < vocab_size)
-        self.tokenizer = LLTokenizer(tokenizer, eos_token=next((token for token in self.ends if token < size), None))
+        end = next((token for token in self.ends if token < size), None)
+        try:
+            self.tokenizer: LLTokenizer = caught(LLTokenizer, tokenizer, eos_token=end)
+        except Panic as error:
+            raise ValueError(str(error)) from None
         self.supposed_ends = {self.tokenizer.eos_token, *self.ends}  # the first is what llguidance has at an end
         self.nbytes = -(-vocab_size // 32) * 4
         self._unknown = range(vocab_size, 8 * self.nbytes)  # bits behind the model's last token

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from scheduler.detokenize import Detokenizer, NoText
 from scheduler.own_state import STATELESS, Moves
 from scheduler.paging import Holding, pages_for
-from scheduler.protocol import Finished, Logprobs, Reason, Timing, TokenLogprob, Tokens, Usage
+from scheduler.protocol import Failed, Finished, Logprobs, Reason, Timing, TokenLogprob, Tokens, Usage
 from scheduler.step_sampling import seen_tokens
 from scheduler.stopping import StopMatcher
 from worker.protocol import Changes, ExpertStats, Mode, SequenceStep
@@ -212,9 +212,16 @@ class Request:
         return "length" if self.new_tokens >= self._ending.max_tokens else None
 
     @property
-    def fault(self) -> str:
-        """Why its grammar has no way on; empty as long as there is one."""
-        return self._grammar.fault if self._grammar else ""
+    def astray(self) -> Failed | None:
+        """What it ends with if its grammar has no way on."""
+        fault = self._grammar.fault if self._grammar else ""
+        return Failed("grammar_failed", f"the grammar went wrong: {fault}") if fault else None
+
+    @property
+    def unreadable(self) -> Failed | None:
+        """What it ends with if its tokens have no text."""
+        fault = self._detokenizer.fault
+        return Failed("text_failed", f"the tokenizer cannot decode the answer: {fault}") if fault else None
 
     def _told(self, token: int, logprobs: StepLogprobs) -> Logprobs:
         def entry(token_id: int, logprob: float) -> TokenLogprob:

@@ -13,9 +13,13 @@ from copyengine.wire.errors import ConfigError, RequestRefused
 from scheduler.chat_template import ChatTemplate
 from scheduler.detokenize import Detokenizer, NoText
 from scheduler.grammar import Grammars
+from scheduler.panics import caught
 from scheduler.protocol import Generate, Message
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+"""What is read here."""
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """What structures an answer is in its text, also where a tokenizer calls these tokens special."""
@@ -94,12 +98,23 @@ class TextCodec:
         for i, token in enumerate(token_ids):
             if not 0 <= token < 2**31 or tokenizer.id_to_token(token) is None:
                 raise RequestRefused("invalid_request", f"tokens[{i}] = {token} is no token of this model")
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+        try:
+            return str(caught(tokenizer.decode, token_ids, skip_special_tokens=False))
+        except Exception as error:  # the library raises nothing more precise
+            raise RequestRefused("invalid_request", f"the tokenizer cannot decode them: {error}") from error
 
     def token_name(self, token: int) -> str | None:
         """What the vocabulary calls a token; None if there is none of that id."""
         name: str | None = self._tokenizer.id_to_token(token) if self._tokenizer else None
         return name
+
+    def tokens(self) -> list[int]:
+        """All tokens that the tokenizer has, ascending."""
+        return sorted(set(self._tokenizer.get_vocab().values())) if self._tokenizer else []
+
+    def normalised(self, text: str) -> str:
+        """What the tokenizer's normaliser makes of `text`, before it is cut into tokens."""
+        return str(caught(self._normaliser.normalize_str, text)) if self._normaliser else text
 
     def detokenizer(self) -> Detokenizer | NoText:
         """A fresh detokenizer for one answer."""
@@ -116,7 +131,7 @@ class TextCodec:
 
     def _encode(self, text: str, max_tokens: int | None, add_special_tokens: bool) -> list[int]:
         tokenizer = self._text_tokenizer()
-        if max_tokens is not None and exceeds(text, max_tokens * self._longest_token, self._normaliser):
+        if max_tokens is not None and self._exceeds(text, max_tokens * self._longest_token):
             raise RequestRefused(
                 "context_length_exceeded",
                 f"a prompt of {len(text)} characters, at least {max_tokens + 1} tokens, does not fit into the "
@@ -125,9 +140,15 @@ class TextCodec:
         # `encode` would hold the interpreter's lock all the while, 0.98 s for 2 MB; this for 0.02 s (2 cores of an AMD
         # EPYC, tokenizers 0.23, 2026-11), so that other threads go on.
         try:
-            return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return caught(tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # the library raises nothing more precise
-            raise RequestRefused("invalid_request", f"the tokenizer cannot encode the prompt: {error}") from None
+            raise RequestRefused("invalid_request", f"the tokenizer cannot encode the prompt: {error}") from error
+
+    def _exceeds(self, text: str, bound: int) -> bool:
+        try:
+            return caught(exceeds, text, bound, self._normaliser)
+        except Exception as error:  # as above
+            raise RequestRefused("invalid_request", f"the tokenizer cannot normalise the prompt: {error}") from error
 
     def _text_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -175,7 +196,7 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
     if text is None:
         return None
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer: Tokenizer = caught(Tokenizer.from_str, text)
     except Exception as error:  # the library raises nothing more precise
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     tokenizer.no_truncation()

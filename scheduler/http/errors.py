@@ -202,6 +202,9 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
         case "bad_logits":
             message = "the model computed something that is no number for this prompt"
             return ApiError(500, "server_error", message, code=error.code)
+        case "text_failed":
+            message = "the model's tokenizer cannot make text of the answer's tokens"
+            return ApiError(500, "server_error", message, code=error.code)
         case "grammar_failed":
             message = "the answer got where its grammar allows nothing more, or is too much work to follow"
             return invalid(*wording.grammar(message), "invalid_grammar")

@@ -200,6 +200,26 @@ def test_a_grammar_that_goes_wrong_ends_its_request_alone() -> None:
     assert core.pages.own == 0 and core.running == 0
 
 
+def test_an_answer_that_has_no_text_ends_its_request_alone() -> None:
+    """Against a tokenizer that falls over the second token of one of two, also where that is its last."""
+    core = Core(CoreLimits(pages=64, page_tokens=16, max_running=8, demand_tokens=8, chunk_tokens=64))
+    faulty = [NoText(), NoText(), NoText()]
+    lengths = (5, 2, 5)
+    requests = [Request(i, [1, 2 + i], StepSampling(), Ending(lengths[i]), faulty[i], 0.0) for i in range(3)]
+    ends: dict[int, object] = {}
+    for request in requests:
+        core.submit(request)
+    while step := core.plan(0.0):
+        for number in (0, 1):
+            faulty[number].fault = "index out of bounds" if requests[number].new_tokens == 1 else faulty[number].fault
+        for reply in core.apply(StepDone([7 if s.sample else -1 for s in step.sequences], ExpertStats()), 0.0):
+            if not isinstance(reply.message, Tokens):
+                ends[reply.request.sequence] = reply.message
+    failed = Failed("text_failed", "the tokenizer cannot decode the answer: index out of bounds")
+    assert [ends[0], ends[1]] == [failed, failed] and isinstance(ends[2], Finished)
+    assert core.pages.own == 0 and core.running == 0 and requests[0].new_tokens == requests[1].new_tokens == 2
+
+
 def told_of(sequence: SequenceStep) -> int | None:
     """How many tokens had been taken when the mask of Allows was made; None if there is none."""
     assert sequence.sample

@@ -29,6 +29,7 @@ CODES = {
     "device_out_of_memory": (503, "service_unavailable"),
     "copy_damaged": (503, "service_unavailable"),
     "bad_logits": (500, "server_error"),
+    "text_failed": (500, "server_error"),
     "grammar_failed": (400, "invalid_request_error"),
     "duplicate_request": (500, "server_error"),
     "internal": (500, "server_error"),
