@@ -22,6 +22,7 @@ from copyengine.wire.loop import resolve
 from scheduler.config import LaunchConfig, ServingConfig
 from scheduler.http.config import DEFAULT_BODY_NBYTES, DEFAULT_HTTP_HOST
 from scheduler.http.listening import open_listener, read_key
+from scheduler.text_trial import TextTrial
 from worker.protocol import STATE_CUT_TOKENS
 
 LEAST_MODEL_LEN = 2
@@ -144,7 +145,9 @@ def inspect(config: LaunchConfig, say: Callable[[str], object]) -> Inspected:
     resolve(config.event_loop)
     reclaim_stale()
     directory = Path(config.model) if config.model else _builtin_model(say)
-    model = open_model(directory, config.hf_overrides, config.load_format, config.expert_activations)
+    with TextTrial(directory if config.model else None, config.hf_overrides) as trial:
+        model = open_model(directory, config.hf_overrides, config.load_format, config.expert_activations)
+        trial.passed()
     check_cache_policy(model.spec, config.cache_policy)
     for key in unknown_overrides(directory, config.hf_overrides):
         say(f"note: --hf-overrides: config.json has no key {key}; it counts only if the model has such a setting")

@@ -1,0 +1,103 @@
+"""Text files that do harm, against the refusal that names them: each in the process that is made for it."""
+
+import base64
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copyengine.wire.errors import ConfigError
+from scheduler import text_trial
+from scheduler.text_trial import TextTrial
+from tests.scheduler.rig import CORPUS, train_tokenizer
+
+
+def charsmap(data: bytes) -> dict[str, Any]:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def several(kind: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", kind: list(parts)}
+
+
+TENFOLD = [replace({"String": "a"}, "a" * 10)] * 9
+
+HARMFUL: list[tuple[dict[str, Any], str]] = [
+    ({"normalizer": charsmap(b"")}, r"tokenizer\.json: cannot be read: Precompiled"),
+    ({"normalizer": charsmap(b"\xff" * 4)}, r"tokenizer\.json: cannot be read|end the process"),  # wants 4 GB
+    ({"normalizer": charsmap(b"\4\0\0\0" + b"\xff" * 4 + b"abc")}, r"fails over its normalizer: index out of bounds"),
+    ({"normalizer": replace({"Regex": "q"}, "a" * 1000)}, r"its normalizer makes 1,000 characters of 0"),
+    ({"normalizer": several("normalizers", replace({"Regex": "q"}, "r" * 50), replace({"Regex": "r"}, "s" * 60))},
+     r"its normalizer makes [\d,]+ characters of"),
+    ({"decoder": replace({"String": "a"}, "a" * 100)}, r"its decoder makes 100 characters of 1"),
+    ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "fails over it: chunk size must be non-zero"),
+    ({"decoder": {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9}}, r"token \d+ cannot be decoded"),
+]  # fmt: skip
+
+
+def write(directory: Path, **parts: Any) -> Path:
+    """A tokenizer as it should be, but for `parts`."""
+    tokenizer = json.loads(train_tokenizer(CORPUS).to_str()) | parts
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    (directory / "config.json").write_text('{"vocab_size": 400}', "utf-8")
+    return directory
+
+
+def tried(directory: Path) -> None:
+    with TextTrial(directory, "{}") as trial:
+        trial.passed()
+
+
+@pytest.mark.parametrize(("parts", "named"), HARMFUL, ids=range(len(HARMFUL)))
+def test_what_does_harm_is_refused_by_name(tmp_path: Path, parts: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        tried(write(tmp_path, **parts))
+    assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize("parts", [
+    {"normalizer": several("normalizers", *TENFOLD)}, {"decoder": several("decoders", *TENFOLD)},
+])  # fmt: skip
+def test_what_takes_all_time_or_memory_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]
+) -> None:
+    """A thousand million characters of one."""
+    monkeypatch.setattr(text_trial, "TRIAL_S", 3.0)
+    with pytest.raises(ConfigError, match=r"take more than .* (s|bytes of memory) to be read and tried"):
+        tried(write(tmp_path, **parts))
+
+
+def test_what_is_as_it_should_be_passes(tmp_path: Path) -> None:
+    """A regular expression that goes back over some texts for ever refuses those (as a request's), not the start."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tried(write(tmp_path))
+    tried(write(tmp_path, pre_tokenizer=split))
+
+
+def test_a_template_that_takes_all_memory_does_no_harm(tmp_path: Path) -> None:
+    """Against the rendering's own bounds: such a template refuses chats, and nothing else."""
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "utf-8"
+    )
+    tried(write(tmp_path))
+
+
+def test_nothing_is_tried_where_there_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    trial = TextTrial(tmp_path, "{}")
+    trial.passed()
+    assert trial._process is None
+
+
+def test_a_trial_that_nobody_waits_for_is_ended(tmp_path: Path) -> None:
+    """As where the checkpoint is refused meanwhile."""
+    began_s = time.monotonic()
+    with TextTrial(write(tmp_path, normalizer=several("normalizers", *TENFOLD)), "{}") as trial:
+        process = trial._process
+    assert process is not None and process.returncode and time.monotonic() - began_s < text_trial.TRIAL_S
