@@ -14,6 +14,7 @@ import io
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class Engine:
                 config.watchdog_s,
             ),
             self.command,
-            say=lambda text: log.warning("processes", detail=text),
+            say=lambda event, text: log.warning(event, detail=text),
             on_progress=progress.show,
             on_end=reclaim_stale,
         )
@@ -207,7 +208,7 @@ def run(config: LaunchConfig) -> int:
         config = replace(config, port=0)  # nobody else needs to find it: it may run beside another engine
     found = preflight(config, say)
     log.info("start", model=str(found.model.directory), device=found.placement.device, detail=found.placement.reason)
-    engine = Engine(config, found, ProgressLine())
+    engine, start_s = Engine(config, found, ProgressLine()), time.monotonic()
     try:
         on_signals(engine.told)
         ready = engine.start()
@@ -217,7 +218,10 @@ def run(config: LaunchConfig) -> int:
             file=out,
             flush=True,
         )
-        return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
+        log.info("ready", endpoint=engine.scheduler_endpoint, http=engine.url, took_s=time.monotonic() - start_s)
+        code = engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
+        log.info("end", code=code)
+        return code
     finally:
         engine.stop()
 

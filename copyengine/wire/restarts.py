@@ -80,8 +80,9 @@ class Introduce(Struct, frozen=True):
 
 
 class Say(Struct, frozen=True):
-    """A line for people."""
+    """A line for people, in the log under the name of `event`."""
 
+    event: str
     text: str
 
 
@@ -250,7 +251,7 @@ class Restarts:
         if not self.serving:
             return []
         broken_s, self._broken_s, self._began = self._broken_s, None, True
-        return [] if broken_s is None else [Say(f"serving again after {now_s - broken_s:.1f} s")]
+        return [] if broken_s is None else [Say("serving_again", f"serving again after {now_s - broken_s:.1f} s")]
 
     def _users(self, name: str) -> list[_Place]:
         return [place for place in self._places.values() if name in place.role.uses]
@@ -311,7 +312,7 @@ class Restarts:
                 other.enter("ending", now_s + self._patience.end_s)
                 actions.append(Stop(other.role.name))
         anew = ", ".join(other.role.name for other in (place, *fallen))
-        say = Say(f"{cause}; starting {anew} anew ({deaths.ordinal})")
+        say = Say("death", f"{cause}; starting {anew} anew ({deaths.ordinal})")
         return [say, *actions, *self._start_possible(now_s)]
 
     def _fallen(self, dead: _Place) -> list[_Place]:

@@ -44,12 +44,12 @@ class Supervisor:
         roles: Sequence[Role],
         patience: Patience,
         command: Callable[[str, Mapping[str, str]], Command],
-        say: Callable[[str], None],
+        say: Callable[[str, str], None],
         on_progress: Callable[[Progress], None],
         on_end: Callable[[], object],
     ) -> None:
         """`command` is what starts a role, given the endpoints of what it needs and uses. `on_end` is called after
-        each end of a process, before another one is started."""
+        each end of a process, before another one is started; `say` is given an event's name and its words."""
         self.notices: Notices = queue.SimpleQueue()
         self.draining = False  # what runs is finished, and then all ends
         self._hurried = False  # a second signal has said that not even that is waited for
@@ -157,8 +157,8 @@ class Supervisor:
                     self._children[name].kill()
                 case Introduce(name=name, peer=peer):
                     self._children[name].introduce(peer)
-                case Say(text=text):
-                    self._say(text)
+                case Say(event=event, text=text):
+                    self._say(event, text)
                 case GiveUp(error=error):
                     raise error
 
@@ -168,13 +168,13 @@ class Supervisor:
         if not takers:  # then no request runs
             return 0
         self.draining = True
-        self._say("finishing running requests; a second signal stops at once")
+        self._say("drain", "finishing running requests; a second signal stops at once")
         for name in takers:
             self._children[name].drain()
         draining, end_s = Draining(takers), self._now_s() + DRAIN_TIMEOUT_S
         while not draining.over:
             if self._now_s() >= end_s:
-                self._say(f"error: requests still running after {DRAIN_TIMEOUT_S:g} s")
+                self._say("drain_late", f"error: requests still running after {DRAIN_TIMEOUT_S:g} s")
                 return 1
             if (notice := self._next()) is not None:
                 self._take_in_drain(draining, notice)
@@ -187,4 +187,4 @@ class Supervisor:
             self._hear(notice)
         expected = isinstance(notice, Exited) and self._restarts.phase(notice.name) == "ending"
         if text := draining.take(notice, expected):
-            self._say(text)
+            self._say("drain_death", text)

@@ -39,8 +39,11 @@ class Run:
         self.ends = 0
         self.outcome: int | Exception | None = None
         self.habits = dict(habits)  # of those that are started from now on
-        self.supervisor = Supervisor(ROLES, patience, self._command, self.said.append, lambda _: None, self._count_end)
+        self.supervisor = Supervisor(ROLES, patience, self._command, self._hear, lambda _: None, self._count_end)
         self._thread = threading.Thread(target=self._serve)
+
+    def _hear(self, event: str, text: str) -> None:
+        self.said.append(text)
 
     def _command(self, name: str, endpoints: Mapping[str, str]) -> Command:
         return Command(CHILD, [name, *self.habits.get(name, "").split()])
