@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.attention import cost, ref
+from kernels.attention import cost, fixed_ref, ref
 
 
 def attention(
@@ -14,6 +14,7 @@ def attention(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of the tokens at positions start .. start + n - 1, each over positions up to its own.
 
@@ -21,20 +22,27 @@ def attention(
     read. `sinks` [heads] float32 is of each head a logit that joins the denominator of the softmax and nothing else.
     `q` is [n, heads, D]; `k_pages` and `v_pages` are [num_pages, page_tokens, kv_heads, D] and hold the new tokens too;
     `pages` [P] int64 are the pages of positions 0 .. start + n - 1, in order (further pages are not read). Head h reads
-    kv head h // (heads / kv_heads). Returns [n, heads * D]. On a CUDA device nothing waits for it, and up to 32 heads
-    share a kv head, of a D up to 256. ValueError for shapes that do not fit together.
+    kv head h // (heads / kv_heads). Returns [n, heads * D]. If it is `fixed`, a row's bits are those of
+    `decode_attention` that is fixed, and depend neither on the chunk's other rows nor on where it starts. On a CUDA
+    device nothing waits for it, and up to 32 heads share a kv head, of a D up to 256. ValueError for shapes that do not
+    fit together.
     """
     _expect_heads(q, k_pages, v_pages)
     _expect_window_and_sinks(q, window, sinks)
     rows, page_tokens = q.shape[0], k_pages.shape[1]
     if pages.ndim != 1 or start < 0 or start + rows > pages.shape[0] * page_tokens:
         raise ValueError(f"positions {start} .. {start + rows - 1} do not fit {tuple(pages.shape)} pages")
+    arguments = (q, k_pages, v_pages, pages, start, scale, window, sinks)
     if not q.is_cuda:
-        return ref.attention(q, k_pages, v_pages, pages, start, scale, window, sinks)
+        return fixed_ref.attention(*arguments) if fixed else ref.attention(*arguments)
     _expect_on_device(q, k_pages, v_pages)
+    if fixed:
+        from kernels.attention import fixed_tri
+
+        return fixed_tri.attention(*arguments)
     from kernels.attention import tri
 
-    return tri.attention(q, k_pages, v_pages, pages, start, scale, window, sinks)
+    return tri.attention(*arguments)
 
 
 def decode_attention(
@@ -46,12 +54,13 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """`attention` of one new token of each of B sequences: row b over the positions 0 .. lengths[b] - 1.
 
     `q` is [B, heads, D]; `table` [B, P] int32, of whose row b the first ceil(lengths[b] / page_tokens) pages are read,
-    in order; `lengths` [B] int32 count the new token, and a row of length 0 gives zeros. Pages, `window` and `sinks` as
-    for `attention`.
+    in order; `lengths` [B] int32 count the new token, and a row of length 0 gives zeros. Pages, `window`, `sinks` and
+    `fixed` as for `attention`.
     Returns [B, heads * D]. A row depends on its own sequence only: not on B, not on P. On a CUDA device nothing waits
     for it, the launches do not depend on the lengths, and values in tensors are not checked. ValueError for shapes or
     types that do not fit together.
@@ -63,12 +72,17 @@ def decode_attention(
         raise ValueError(f"table must be an int32 [{rows}, P] tensor, not {table.dtype} {tuple(table.shape)}")
     if tuple(lengths.shape) != (rows,) or lengths.dtype != torch.int32:
         raise ValueError(f"lengths must be an int32 [{rows}] tensor, not {lengths.dtype} {tuple(lengths.shape)}")
+    arguments = (q, k_pages, v_pages, table, lengths, scale, window, sinks)
     if not q.is_cuda:
-        return ref.decode_attention(q, k_pages, v_pages, table, lengths, scale, window, sinks)
+        return fixed_ref.decode_attention(*arguments) if fixed else ref.decode_attention(*arguments)
     _expect_on_device(q, k_pages, v_pages)
+    if fixed:
+        from kernels.attention import fixed_tri
+
+        return fixed_tri.decode_attention(*arguments)
     from kernels.attention import tri
 
-    return tri.decode_attention(q, k_pages, v_pages, table, lengths, scale, window, sinks)
+    return tri.decode_attention(*arguments)
 
 
 def store_kv(

@@ -94,4 +94,5 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
 
 
 def _state(state: torch.Tensor, source: int) -> torch.Tensor:
-    return state[source] if source >= 0 else torch.zeros_like(state[0])
+    """A copy, in an allocation of its own: MKL's products depend on where an operand starts, which differs by slot."""
+    return state[source].clone() if source >= 0 else torch.zeros_like(state[0])

@@ -8,10 +8,20 @@ import torch
 from kernels.formats import QUANTISED, RecordLayout
 from kernels.grouped_gemm import cost, ref
 from kernels.grouped_gemm.ref import InputScales
+from kernels.linear import rows_at_once
 from kernels.moe_align import Alignment, Blocks, max_blocks
 from kernels.shared_memory import shared_nbytes
 
-__all__ = ["InputScales", "arrange", "block_rows", "combine", "grouped_gemm", "grouped_gemm_slots", "variant"]
+__all__ = [
+    "InputScales",
+    "arrange",
+    "block_rows",
+    "combine",
+    "fixed_rows",
+    "grouped_gemm",
+    "grouped_gemm_slots",
+    "variant",
+]
 
 _DTYPES = {
     "bfloat16": (torch.bfloat16,),
@@ -35,6 +45,7 @@ def grouped_gemm(
     slots: Sequence[int],
     out_rows: torch.Tensor,
     input_scales: InputScales | None = None,
+    fixed: int = 0,
 ) -> None:
     """Writes `weights[t, k] * down(act(gate(x[t]), up(x[t])))` into `out_rows[t * K + k]` for this group's experts.
 
@@ -43,7 +54,8 @@ def grouped_gemm(
     `pool` [pool_slots, record_nbytes] uint8, `out_rows` [T * K, H] like x; expert `experts[i]` is read from slot
     `slots[i]`. `input_scales` are the layer's if `layout.kind.quantised_inputs`, None if not.
     Rows routed to experts outside the group are left alone. The values of a row depend on x, the routing and the
-    weights only: not on the slot, the size of the pool or the cut into groups. ValueError for shapes or types that do
+    weights only: not on the slot, the size of the pool or the cut into groups; with `fixed`, which is what `fixed_rows`
+    gives, on its own x, experts and weights only. ValueError for shapes or types that do
     not fit together.
     """
     _expect_rows(x, weights, alignment.routes, pool, layout, out_rows)
@@ -54,16 +66,33 @@ def grouped_gemm(
         raise ValueError(f"slots must be in 0..{pool.shape[0] - 1}, not {list(slots)}")
     if any(not 0 <= expert < alignment.offsets.shape[0] - 1 for expert in experts):
         raise ValueError(f"experts must be in 0..{alignment.offsets.shape[0] - 2}, not {list(experts)}")
-    ref.grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows, input_scales)
+    ref.grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows, input_scales, fixed)
 
 
-def block_rows(tokens: int, k: int, num_experts: int, layout: RecordLayout, device: torch.device) -> int:
+def fixed_rows(layout: RecordLayout, dtype: torch.dtype) -> int:
+    """How many rows at a time `grouped_gemm` multiplies with one matrix, for x of `dtype`, if their order of sums is to
+    be fixed: see kernels.linear.rows_at_once, which tries it with matrices of these shapes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2 * layout.intermediate, layout.hidden), (layout.hidden, layout.intermediate))
+    return min(rows_at_once(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes)
+
+
+def block_rows(
+    tokens: int, k: int, num_experts: int, layout: RecordLayout, device: torch.device, fixed: bool = False
+) -> int:
     """Rows of the blocks that `grouped_gemm_slots` wants for T tokens of K routes to E experts on the device."""
-    return variant(tokens, k, num_experts, layout, device).gate_up.block_m
+    return variant(tokens, k, num_experts, layout, device, fixed).gate_up.block_m
 
 
-def variant(tokens: int, k: int, num_experts: int, layout: RecordLayout, device: torch.device) -> cost.Tiles:
-    """The tiles of `grouped_gemm_slots` on the device: launches for which they are equal run the same kernels."""
+def variant(
+    tokens: int, k: int, num_experts: int, layout: RecordLayout, device: torch.device, fixed: bool = False
+) -> cost.Tiles:
+    """The tiles of `grouped_gemm_slots` on the device: launches for which they are equal run the same kernels.
+
+    If they are `fixed`, those of any number of tokens are equal.
+    """
+    if fixed:
+        return cost.fixed_tiles(layout.kind, shared_nbytes(device))
     return cost.tiles(tokens, k, num_experts, layout.kind, shared_nbytes(device))
 
 
@@ -80,6 +109,7 @@ def grouped_gemm_slots(
     arranged: bool = False,
     mid: torch.Tensor | None = None,
     input_scales: InputScales | None = None,
+    fixed: bool = False,
 ) -> None:
     """`grouped_gemm` over the experts `span[0] .. span[1] - 1` that have a slot; what decides is on the device.
 
@@ -89,7 +119,7 @@ def grouped_gemm_slots(
     comes from `arrange` under the same `input_scales`, `mid` [T * K, I] like x is space to work in, made anew if it is
     None. On a CUDA device nothing waits for it, x for quantised experts is bfloat16, and values in tensors are not
     checked. The values of a row depend on x and the routing of the whole step, never on slots or on how the experts
-    are cut into spans.
+    are cut into spans; if they are `fixed`, with blocks that are too, on its own x, experts and weights only.
     ValueError for shapes or types that do not fit together.
     """
     _expect_rows(x, weights, blocks.routes, pool, layout, out_rows)
@@ -98,7 +128,7 @@ def grouped_gemm_slots(
     _expect("slot_of", slot_of, (num_experts,), torch.int32)
     _expect("span", span, (2,), torch.int32)
     tokens, k = weights.shape
-    tiles = variant(tokens, k, num_experts, layout, x.device)
+    tiles = variant(tokens, k, num_experts, layout, x.device, fixed)
     if blocks.block_rows != tiles.gate_up.block_m:
         raise ValueError(f"blocks must have {tiles.gate_up.block_m} rows, not {blocks.block_rows}")
     if not 0 <= max_routed <= num_experts:
@@ -106,7 +136,8 @@ def grouped_gemm_slots(
     if mid is not None:
         _expect("mid", mid, (tokens * k, layout.intermediate), x.dtype)
     if not x.is_cuda:
-        ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows, input_scales)
+        rows = fixed_rows(layout, x.dtype) if fixed else 0
+        ref.grouped_gemm_slots(x, weights, blocks, pool, layout, slot_of, span, out_rows, input_scales, rows)
         return
     if layout.format in QUANTISED and x.dtype != torch.bfloat16:
         raise ValueError(f"x must be torch.bfloat16 for {layout.format} on a CUDA device, not {x.dtype}")

@@ -18,6 +18,10 @@ from kernels.formats import ExpertFormat
 FEW_TOKENS = 16
 """At most; more are never worked on one row at a time."""
 
+FIXED_ROWS = 32
+"""Of blocks that are the same for one token and for thousands: a decode step's experts have few rows, but wait for
+their weights longer than for products with rows that are not there; a chunk's read them once per block. Not swept."""
+
 WARPGROUP_NBYTES = 200 * 1024
 """GPUs whose programs may have as much shared memory have warpgroup instructions."""
 STAGED_NBYTES = 120 * 1024
@@ -51,7 +55,17 @@ def tiles(tokens: int, k: int, num_experts: int, kind: ExpertFormat, shared_nbyt
     """
     if tokens <= FEW_TOKENS and tokens * k <= num_experts:
         return _few(kind.name)
-    block_m = _block_m(tokens, k, num_experts)
+    down_n = 128 if tokens >= 16 else 64  # fewer tokens would leave multiprocessors without a program
+    return _of_rows(_block_m(tokens, k, num_experts), down_n, kind, shared_nbytes)
+
+
+def fixed_tiles(kind: ExpertFormat, shared_nbytes: int) -> Tiles:
+    """For any number of tokens, where a row's bits must not depend on it: see FIXED_ROWS."""
+    return _of_rows(FIXED_ROWS, 128, kind, shared_nbytes)
+
+
+def _of_rows(block_m: int, down_n: int, kind: ExpertFormat, shared_nbytes: int) -> Tiles:
+    """Tiles with matrix instructions of blocks of `block_m` rows; `down_n` of nvfp4's and mxfp4's down."""
     if shared_nbytes < WARPGROUP_NBYTES and (others := _without_warpgroups(block_m, kind, shared_nbytes)):
         return others
     match kind.name:
@@ -59,7 +73,6 @@ def tiles(tokens: int, k: int, num_experts: int, kind: ExpertFormat, shared_nbyt
             wide = 64 if kind.quantised_inputs else 128  # rounding what gate_up gives takes registers too
             return Tiles(Tile(block_m, wide, 64, 3, 8), Tile(block_m, 128, 64, 3, 4))
         case "nvfp4" | "mxfp4":
-            down_n = 128 if tokens >= 16 else 64  # fewer tokens would leave multiprocessors without a program
             return Tiles(Tile(block_m, 64, 64, 3, 4), Tile(block_m, down_n, 64, 3, 4))
         case "fp8_block" | "fp8_tensor":  # sums under a scale of their own take as many registers again
             warps = 8 if block_m == 128 else 4

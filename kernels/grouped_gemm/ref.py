@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from kernels import pointwise
 from kernels.formats import QUANTISED, RecordLayout
+from kernels.linear import linear as fixed_linear
 from kernels.moe_align import Alignment, Blocks
 from kernels.quant import Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4, dequant, quantised_inputs
 
@@ -48,20 +50,22 @@ def biases(record: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> tu
     return tuple(_field(record, layout, f"{name}_bias", torch.float32).to(dtype) for name in ("gate_up", "down"))
 
 
-def linear(x: torch.Tensor, matrix: torch.Tensor, input_scale: float | None) -> torch.Tensor:
-    """x W^T; with an input scale, of x as it is quantised under that."""
-    if input_scale is None:
-        return functional.linear(x, matrix)
-    product = functional.linear(quantised_inputs(x, input_scale), matrix)
-    return (product.to(torch.float32) * input_scale).to(x.dtype)
+def linear(x: torch.Tensor, matrix: torch.Tensor, input_scale: float | None, fixed: int = 0) -> torch.Tensor:
+    """x W^T, by `fixed` rows at a time if that is not 0; with an input scale, of x as it is quantised under that."""
+    inputs = x if input_scale is None else quantised_inputs(x, input_scale)
+    product = fixed_linear(inputs, matrix, None, fixed) if fixed else functional.linear(inputs, matrix)
+    return product if input_scale is None else (product.to(torch.float32) * input_scale).to(x.dtype)
 
 
-def activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """silu(gate) * up, or with a limit gpt-oss' clamped SwiGLU (transformers, modeling_gpt_oss.py)."""
+def activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None, fixed: bool = False) -> torch.Tensor:
+    """silu(gate) * up, or with a limit gpt-oss' clamped SwiGLU (transformers, modeling_gpt_oss.py).
+
+    If it is `fixed`, an element's bits do not depend on its place.
+    """
     if limit is None:
-        return functional.silu(gate) * up
+        return (pointwise.silu if fixed else functional.silu)(gate) * up
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+    return (up + 1) * (gate * (pointwise.sigmoid if fixed else torch.sigmoid)(gate * SWIGLU_ALPHA))
 
 
 def projection(record: torch.Tensor, layout: RecordLayout, name: str, part: int = 0) -> Matrix:
@@ -99,6 +103,7 @@ def grouped_gemm(
     slots: Sequence[int],
     out_rows: torch.Tensor,
     input_scales: InputScales | None,
+    fixed: int = 0,
 ) -> None:
     k = weights.shape[1]
     routes = alignment.routes.to(torch.int64)
@@ -110,10 +115,11 @@ def grouped_gemm(
             continue
         gate_up_matrix, down_matrix = matrices(pool[slot], layout, x.dtype)
         gate_up_bias, down_bias = biases(pool[slot], layout, x.dtype)
-        gate_up = linear(x[rows // k], gate_up_matrix, input_scales.gate_up if input_scales else None) + gate_up_bias
+        in_scale, down_scale = input_scales or (None, None)
+        gate_up = linear(x[rows // k], gate_up_matrix, in_scale, fixed) + gate_up_bias
         gate, up = gate_up.chunk(2, dim=-1)
-        hidden = activation(gate, up, layout.kind.swiglu_limit)
-        out = linear(hidden, down_matrix, input_scales.down if input_scales else None) + down_bias
+        hidden = activation(gate, up, layout.kind.swiglu_limit, fixed > 0)
+        out = linear(hidden, down_matrix, down_scale, fixed) + down_bias
         out_rows[rows] = (out * row_weights[rows]).to(out_rows.dtype)
 
 
@@ -127,15 +133,15 @@ def grouped_gemm_slots(
     span: torch.Tensor,
     out_rows: torch.Tensor,
     input_scales: InputScales | None,
+    fixed: int = 0,
 ) -> None:
     begin, end = span.tolist()
     starts = blocks.starts.tolist()
     slot = slot_of.tolist()
     experts = [e for e in range(begin, end) if starts[e] < starts[e + 1] and slot[e] >= 0]
     slots = [slot[e] for e in experts]
-    grouped_gemm(
-        x, weights, Alignment(blocks.routes, _offsets(blocks)), pool, layout, experts, slots, out_rows, input_scales
-    )
+    alignment = Alignment(blocks.routes, _offsets(blocks))
+    grouped_gemm(x, weights, alignment, pool, layout, experts, slots, out_rows, input_scales, fixed)
 
 
 def _offsets(blocks: Blocks) -> torch.Tensor:

@@ -6,7 +6,7 @@ what makes values of them onto the result afterwards, so that all heads attend o
 
 import torch
 
-from kernels.latent_attention import cost, ref
+from kernels.latent_attention import cost, fixed_ref, ref
 
 
 def latent_attention(
@@ -17,6 +17,7 @@ def latent_attention(
     pages: torch.Tensor,
     start: int,
     scale: float,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """softmax(scale * (q c^T + q_rope r^T)) c of the tokens at positions start .. start + n - 1, each over positions up
     to its own, with latents c and rotated key parts r of those positions.
@@ -24,19 +25,25 @@ def latent_attention(
     `q` is [n, heads, R], `q_rope` [n, heads, P], views of something wider if need be; `latent_pages` [num_pages,
     page_tokens, 1, R] and `rope_pages` [num_pages, page_tokens, 1, P] hold the new tokens too; `pages` [X] int64 are
     the pages of positions 0 .. start + n - 1, in order (further pages are not read). Sums are float32. Returns
-    [n, heads, R], contiguous. On a CUDA device nothing waits for it, R ends at 512 and P at 64. ValueError for shapes
-    or types that do not fit together.
+    [n, heads, R], contiguous. If it is `fixed`, a row's bits are those of `decode_latent_attention` that is fixed, and
+    depend neither on the chunk's other rows nor on where it starts. On a CUDA device nothing waits for it, R ends at
+    512 and P at 64. ValueError for shapes or types that do not fit together.
     """
     _expect(q, q_rope, latent_pages, rope_pages)
     rows, page_tokens = q.shape[0], latent_pages.shape[1]
     if pages.ndim != 1 or start < 0 or start + rows > pages.shape[0] * page_tokens:
         raise ValueError(f"positions {start} .. {start + rows - 1} do not fit {tuple(pages.shape)} pages")
+    arguments = (q, q_rope, latent_pages, rope_pages, pages, start, scale)
     if not q.is_cuda:
-        return ref.latent_attention(q, q_rope, latent_pages, rope_pages, pages, start, scale)
+        return fixed_ref.latent_attention(*arguments) if fixed else ref.latent_attention(*arguments)
     _expect_on_device(q, latent_pages, rope_pages)
+    if fixed:
+        from kernels.latent_attention import fixed_tri
+
+        return fixed_tri.latent_attention(*arguments)
     from kernels.latent_attention import tri
 
-    return tri.latent_attention(q, q_rope, latent_pages, rope_pages, pages, start, scale)
+    return tri.latent_attention(*arguments)
 
 
 def decode_latent_attention(
@@ -47,14 +54,15 @@ def decode_latent_attention(
     table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """`latent_attention` of one new token of each of B sequences: row b over the positions 0 .. lengths[b] - 1.
 
     `q` is [B, heads, R], `q_rope` [B, heads, P]; `table` [B, X] int32, of whose row b the first ceil(lengths[b] /
     page_tokens) pages are read, in order; `lengths` [B] int32 count the new token, and a row of length 0 gives zeros.
-    Returns [B, heads, R]. A row depends on its own sequence only: not on B, not on X. On a CUDA device nothing waits
-    for it, the launches do not depend on the lengths, and values in tensors are not checked. ValueError for shapes or
-    types that do not fit together.
+    Returns [B, heads, R]. A row depends on its own sequence only: not on B, not on X; `fixed` as for
+    `latent_attention`. On a CUDA device nothing waits for it, the launches do not depend on the lengths, and values in
+    tensors are not checked. ValueError for shapes or types that do not fit together.
     """
     _expect(q, q_rope, latent_pages, rope_pages)
     rows = q.shape[0]
@@ -62,12 +70,17 @@ def decode_latent_attention(
         raise ValueError(f"table must be an int32 [{rows}, X] tensor, not {table.dtype} {tuple(table.shape)}")
     if tuple(lengths.shape) != (rows,) or lengths.dtype != torch.int32:
         raise ValueError(f"lengths must be an int32 [{rows}] tensor, not {lengths.dtype} {tuple(lengths.shape)}")
+    arguments = (q, q_rope, latent_pages, rope_pages, table, lengths, scale)
     if not q.is_cuda:
-        return ref.decode_latent_attention(q, q_rope, latent_pages, rope_pages, table, lengths, scale)
+        return fixed_ref.decode_latent_attention(*arguments) if fixed else ref.decode_latent_attention(*arguments)
     _expect_on_device(q, latent_pages, rope_pages)
+    if fixed:
+        from kernels.latent_attention import fixed_tri
+
+        return fixed_tri.decode_latent_attention(*arguments)
     from kernels.latent_attention import tri
 
-    return tri.decode_latent_attention(q, q_rope, latent_pages, rope_pages, table, lengths, scale)
+    return tri.decode_latent_attention(*arguments)
 
 
 def store_latent(

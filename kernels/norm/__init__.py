@@ -26,16 +26,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bo
     return tri.rms_norm(x, weight, eps, zero_centred)
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, fixed: bool = False
+) -> torch.Tensor:
     """`rms_norm(x, weight, eps) * silu(gate)` as gated DeltaNet has it: the product in float32, rounded once.
 
-    `x` and `gate` are [T, heads, D], views if need be, `weight` [D]; the result is of x's type. On a CUDA device it is
-    one launch. ValueError for shapes that do not fit, or a D beyond 16,384 there.
+    `x` and `gate` are [T, heads, D], views if need be, `weight` [D]; the result is of x's type. If it is `fixed`, a
+    row's bits depend on that row alone, as on a CUDA device they always do, where it is one launch. ValueError for
+    shapes that do not fit, or a D beyond 16,384 there.
     """
     if x.ndim != 3 or gate.shape != x.shape or tuple(weight.shape) != (x.shape[2],):
         raise ValueError(f"gate {tuple(gate.shape)} and weight {tuple(weight.shape)} do not fit x {tuple(x.shape)}")
     if not x.is_cuda:
-        return ref.gated_rms_norm(x, gate, weight, eps)
+        return ref.gated_rms_norm(x, gate, weight, eps, fixed)
     if x.shape[-1] > MAX_WIDTH_ON_DEVICE:
         raise ValueError(f"rows can have {MAX_WIDTH_ON_DEVICE} elements at most on a device, not {x.shape[-1]}")
     from kernels.norm import tri_gated

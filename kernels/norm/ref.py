@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional
 
+from kernels import pointwise
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
     wide = x.to(torch.float32)
@@ -12,6 +14,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bo
     return weight * wide.to(x.dtype)
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, fixed: bool = False
+) -> torch.Tensor:
     scaled = rms_norm(x, weight, eps).to(torch.float32)
-    return (scaled * functional.silu(gate.to(torch.float32))).to(x.dtype)
+    silu = pointwise.silu if fixed else functional.silu
+    return (scaled * silu(gate.to(torch.float32))).to(x.dtype)

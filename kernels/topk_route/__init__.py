@@ -58,6 +58,7 @@ def grouped_route(
     groups_per_token: int,
     renormalise: bool,
     scale: float,
+    fixed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sigmoids in float32, then the k experts of the largest sigmoid + bias among those of the best groups.
 
@@ -65,7 +66,8 @@ def grouped_route(
     the sum of its two largest sums, and `groups_per_token` of them are kept. Returns weights [T, K] float32, which are
     the sigmoids without bias, with `renormalise` over their sum (+ 1e-20), times `scale`; and experts [T, K] int32, the
     largest sum first. Equals, of experts and of groups, go to the lower one. Source: transformers'
-    DeepseekV3TopkRouter. On a CUDA device it is one launch, with the limits of `topk_route`. ValueError for wrong
+    DeepseekV3TopkRouter. If it is `fixed`, a row's bits depend on that row alone, as on a CUDA device they always do,
+    where it is one launch, with the limits of `topk_route`. ValueError for wrong
     shapes or counts.
     """
     if logits.ndim != 2 or not logits.is_floating_point():
@@ -79,7 +81,7 @@ def grouped_route(
         raise ValueError(f"k must be in 1..{experts // groups * groups_per_token} (the groups' experts), not {k}")
     arguments = (k, groups, groups_per_token, renormalise, scale)
     if not logits.is_cuda:
-        return grouped_ref.grouped_route(logits, bias, *arguments)
+        return grouped_ref.grouped_route(logits, bias, *arguments, fixed)
     if experts > MAX_EXPERTS_ON_DEVICE or k > MAX_K_ON_DEVICE:
         raise ValueError(
             f"k must be at most {MAX_K_ON_DEVICE} of {MAX_EXPERTS_ON_DEVICE} experts on a device, not {k} of {experts}"

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels import pointwise
 from kernels.topk_route.ref import distinct_keys
 
 
@@ -13,8 +14,9 @@ def grouped_route(
     groups_per_token: int,
     renormalise: bool,
     scale: float,
+    fixed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.sigmoid(logits.to(torch.float32))
+    scores = (pointwise.sigmoid if fixed else torch.sigmoid)(logits.to(torch.float32))
     choice = scores + bias
     allowed = _allowed(choice, groups, groups_per_token)
     keys = distinct_keys(choice).masked_fill(~allowed, torch.iinfo(torch.int64).min)

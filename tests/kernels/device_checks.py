@@ -8,6 +8,7 @@ from kernels.formats import ExpertFormat, RecordLayout, layout
 from kernels.grouped_gemm import InputScales, arrange, block_rows, combine, grouped_gemm_slots, ref
 from kernels.moe_align import Blocks, align_in_blocks, blocks, moe_align
 from tests.kernels.expert_records import KINDS, Experts
+from worker.layer_rows import LayerRows
 
 EXPERT_COUNTS = (1, 8, 512, 1023, 1024, 2100)
 TOLERANCE = {"float32": 1e-5, "w4a4": 5e-2}
@@ -79,6 +80,30 @@ def bits(kind: str, tokens: int, num_experts: int, k: int, hidden: int, intermed
         assert torch.equal(rows, plain), (kind, tokens, query)
     assert torch.equal(one_query_in_slots(x, weights, table, pool, record, 3, scales), plain), (kind, tokens)
     without(x, weights, chosen, poisoned, record, slot_of.to(torch.int32), plain, scales)
+
+
+def fixed_rows_alike(kind: str, tokens: int, num_experts: int, k: int, hidden: int, intermediate: int) -> None:
+    """Rows of tiles with a fixed order of sums are near those of the other tiles, and those of each token alone."""
+    generator = torch.Generator().manual_seed(tokens)
+    record = layout(KINDS.get(kind, kind), hidden, intermediate)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    pool = random_records(record, num_experts, tokens)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype).cuda()
+    weights, chosen = routing(tokens, num_experts, k, generator)
+    scales = InputScales(0.01, 0.001) if record.kind.quantised_inputs else None
+    slot_of = torch.arange(num_experts, dtype=torch.int32, device="cuda")
+
+    def rows(part: slice) -> torch.Tensor:
+        here = LayerRows(record, num_experts, x[part], weights[part], chosen[part], scales, fixed=True)
+        span = torch.tensor([0, num_experts], dtype=torch.int32, device="cuda")
+        here.compute(pool, slot_of, span, num_experts)
+        return here.combined()
+
+    whole = rows(slice(0, tokens))
+    plain = combine(run(x, weights, table_of(chosen, num_experts, record), pool, record, slot_of, None, scales), tokens)
+    assert float((whole.double() - plain.double()).norm() / plain.double().norm()) <= 1e-2
+    for first, count in [(t, 1) for t in range(0, tokens, 37)] + [(0, 2), (5, 16), (9, 33), (100, 129)]:
+        assert torch.equal(rows(slice(first, first + count)), whole[first : first + count]), (kind, first, count)
 
 
 def without(
@@ -178,9 +203,10 @@ def random_records(record: RecordLayout, count: int, seed: int) -> torch.Tensor:
                 tensor = torch.empty(shape, device="cuda").normal_(0, 3, generator=generator).to(torch.float8_e4m3fn)
             case "float32" if field.name.endswith("_bias"):
                 tensor = torch.empty(shape, device="cuda").normal_(0, 0.3, generator=generator)
-            case "float32":  # the root mean square of the codes is about 3
+            case "float32" if record.format != "float32":  # the root mean square of the codes is about 3
                 tensor = gain / 3 * (1 + torch.rand(shape, device="cuda", generator=generator))
             case _:
-                tensor = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, gain, generator=generator)
+                kind = torch.float32 if record.format == "float32" else torch.bfloat16
+                tensor = torch.empty(shape, dtype=kind, device="cuda").normal_(0, gain, generator=generator)
         pool[:, field.offset : field.offset + field.nbytes] = tensor.contiguous().flatten(1).view(torch.uint8)
     return pool

@@ -47,8 +47,8 @@ def check_step(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)[:, 20:290]
     weight = torch.linspace(-1, 1, 270 * 4).view(270, 4).to(dtype).to(device)
     ours, theirs = states_of(3, 270, device=device), states_of(3, 270, device=device)
-    slots = (torch.tensor(named, dtype=torch.int32, device=device) for named in (sources, targets))
-    stepped = causal_conv_step(x, weight, ours, *slots)
+    places = [torch.tensor(named, dtype=torch.int32, device=device) for named in (sources, targets)]
+    stepped = causal_conv_step(x, weight, ours, places[0], places[1])
     assert torch.equal(stepped, causal_conv(x, weight, theirs, pieces_of(spans, device))) and torch.equal(ours, theirs)
 
 
