@@ -88,6 +88,7 @@ class PoolOrder:
     on_bytes: OnBytes
     input_scales: Sequence[InputScales] = ()  # each bank's, if the layout's experts quantise their inputs
     checks: CopyChecks | None = None  # with --verify-copies
+    fixed_order_of: torch.dtype | None = None  # the type of rows that are to have the bits that they have alone
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class CudaBackend:
             order.on_bytes,
             order.input_scales,
             order.checks,
+            order.fixed_order_of is not None,
         )
         return slots, slots
 

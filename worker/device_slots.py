@@ -65,12 +65,13 @@ class DeviceSlots:
         on_bytes: OnBytes | None = None,
         input_scales: Sequence[InputScales] = (),
         checks: CopyChecks | None = None,
+        fixed: bool = False,
     ) -> None:
         """Allocates pool, flags and ring, all or none; ConfigError if there is not enough memory.
 
         `tensor_of(memory, nbytes)` is device memory as [nbytes] uint8. `wake`, `on_release`, `on_bytes` as for
-        host_slots.ExpertSlots, `input_scales` as for host_experts.HostExperts. No layer's copies are waited for longer
-        than `deadline_s`, nor those of a whole step that runs as one graph.
+        host_slots.ExpertSlots, `input_scales` as for host_experts.HostExperts, `fixed` as for LayerRows. No layer's
+        copies are waited for longer than `deadline_s`, nor those of a whole step that runs as one graph.
         """
         self.geometry = geometry
         self.checks = checks
@@ -79,6 +80,7 @@ class DeviceSlots:
         self._stream = stream
         self.layout = layout
         self._input_scales = input_scales
+        self._fixed = fixed
         self._wake = wake
         self._mode: Mode | None = None
         self._counters = TrafficCounters(geometry.layers, geometry.record_nbytes)
@@ -236,7 +238,7 @@ class DeviceSlots:
     def __call__(self, layer: int, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See worker.model.moe.Experts. Nothing in it waits for the device or takes a value from it."""
         scales = self._input_scales[layer] if self._input_scales else None
-        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts, scales)
+        rows = LayerRows(self.layout, self.geometry.experts, x, weights, experts, scales, self._fixed)
         if self._mode == "streamed":
             self._streamed(layer, rows)
         else:

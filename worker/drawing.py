@@ -4,7 +4,7 @@ All rows are drawn plainly first, in a decode step inside its graph, so that a s
 nothing more. Rows with changed logits are then drawn anew, which costs the plain draw of theirs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from kernels.sampling import (
     MAX_TEMPERATURE,
     AllowedTokens,
     LogitChanges,
+    RowLogprobs,
     RowSampling,
     changed,
     logprobs,
@@ -27,6 +28,9 @@ from worker.protocol import MAX_LOGPROBS, Changes, Logprobs, RunStep, Sampling
 from worker.step_inputs import StepArrays, copies, settings_of
 
 T = TypeVar("T")
+OfLogits = Callable[[torch.Tensor, torch.Tensor, int], RowLogprobs]
+"""kernels.sampling.logprobs, or that with a fixed order of sums."""
+
 BLOCK_ROWS = 4
 """Rows that are taken at once: what is made of them takes some 50 bytes per row and token of the vocabulary."""
 
@@ -95,8 +99,13 @@ def extras_on_device(extras: Extras, device: torch.device) -> list[torch.Tensor]
     return copies([*chain.from_iterable(extras.changed), *told], device)
 
 
-def with_extras(drawn: Drawn, extras: Extras, on_device: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[W] int64: the tokens [R], then the log-probabilities as `read_logprobs` reads them. Does not wait."""
+def with_extras(
+    drawn: Drawn, extras: Extras, on_device: Sequence[torch.Tensor], logprobs: OfLogits = logprobs
+) -> torch.Tensor:
+    """[W] int64: the tokens [R], then the log-probabilities as `read_logprobs` reads them. Does not wait.
+
+    `logprobs` is that of the model's kind of operations.
+    """
     tensors = iter(on_device)
     tokens = drawn.tokens
     for _ in extras.changed:

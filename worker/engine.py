@@ -33,6 +33,7 @@ from worker.host_memory import zeros_in
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.model.moe import Experts
+from worker.model.operations import operations
 from worker.protocol import (
     LOGGED_STEPS,
     ExpertStats,
@@ -77,19 +78,21 @@ class Prepared(Struct, frozen=True):
     budget: Budget
     half_life: int = 0  # as SlotGeometry has it, and the next
     logged_steps: int = 0
+    deterministic: bool = False
 
 
-def prepare(load: Load, backend: Backend) -> Prepared:
+def prepare(load: Load, backend: Backend, deterministic: bool = False) -> Prepared:
     """Check the checkpoint and the sizes asked for, before anything large is read or allocated.
 
-    ConfigError if they are no good. The budget is a first one: `fit` makes the one that holds.
+    `deterministic` says of which kind the model's operations are to be: worker.model.operations. ConfigError if the
+    checkpoint or the sizes are no good. The budget is a first one: `fit` makes the one that holds.
     """
     model = open_model(Path(load.model), load.hf_overrides, load.load_format, load.expert_activations)
     dtype = cast(Dtype, model.spec.checkpoint_dtype if load.dtype == "auto" else load.dtype)
     record = record_layout(model.spec, dtype)
     budget = _budget(model, dtype, record, load, backend)
     logged_steps = LOGGED_STEPS if load.log_routing else 0
-    return Prepared(model, dtype, record, budget, _half_life(model, load), logged_steps)
+    return Prepared(model, dtype, record, budget, _half_life(model, load), logged_steps, deterministic)
 
 
 def _half_life(model: Model, load: Load) -> int:
@@ -251,8 +254,9 @@ def make_pool(
     record, scales = prepared.record, [InputScales(*pair) for pair in banks.input_scales]
     if len(scales) != (geometry.layers if record.kind.quantised_inputs else 0):
         raise ConfigError(f"the copy engine has input scales of {len(scales)} MoE layers for {record.kind}")
-    checks = _checks(banks, geometry)
-    order = PoolOrder(run_id, worker, geometry, record, wake, COPY_DEADLINE_S, on_release, progress.add, scales, checks)
+    checks, fixed = _checks(banks, geometry), TORCH_DTYPES[prepared.dtype] if prepared.deterministic else None
+    told = (wake, COPY_DEADLINE_S, on_release, progress.add)
+    order = PoolOrder(run_id, worker, geometry, record, *told, scales, checks, fixed)
     return Pool(*backend.make_slots(order))
 
 
@@ -287,7 +291,8 @@ def build_runner(
     zeros = zeros_in(backend.allocate_host) if load.kv_placement == "host" else None
     kv = KvCache(spec, budget.kv_tokens // load.page_tokens, load.page_tokens, dtype, backend.device, zeros)
     states = StateSlots(spec, budget.state_slots, backend.device) if budget.state_slots else None
-    decoder = build_model(spec, weights, kv, pool.experts if pool else None, states)
+    experts, kind = pool.experts if pool else None, operations(prepared.deterministic)
+    decoder = build_model(spec, weights, kv, experts, states, kind)
     longest = min(spec.max_position, kv.num_pages * kv.page_tokens)
     table_pages = -(-longest // kv.page_tokens) if backend.by_page_table else 0
     slots = pool.slots if pool else None

@@ -45,7 +45,8 @@ class HostBackend:
             order.checks,
         )
         pool = torch.from_numpy(slots.pool_bytes)
-        return slots, HostExperts(slots, pool, order.layout, order.geometry.experts, order.input_scales)
+        kind = (order.layout, order.geometry.experts, order.input_scales, order.fixed_order_of)
+        return slots, HostExperts(slots, pool, *kind)
 
     def allocate_host(self, nbytes: int) -> HostMemory:
         """See Backend: memory like any other."""

@@ -18,18 +18,20 @@ class LayerRows:
         weights: torch.Tensor,
         experts: torch.Tensor,
         input_scales: InputScales | None = None,
+        fixed: bool = False,
     ) -> None:
         """`x` [T, H], `weights` [T, K] float32, `experts` [T, K] int32 of E = `num_experts`; `input_scales` the
-        layer's, if its experts quantise their inputs."""
+        layer's, if its experts quantise their inputs; `fixed` if a row's bits are to depend on that row alone."""
         tokens, k = weights.shape
         self.routes = tokens * k
-        rows = block_rows(tokens, k, num_experts, layout, x.device)
+        rows = block_rows(tokens, k, num_experts, layout, x.device, fixed)
         alignment, self._blocks = align_in_blocks(experts, num_experts, rows)
         self.offsets = alignment.offsets  # [E + 1] int32
         self._x = arrange(x, layout, input_scales)
         self._weights = weights
         self._layout = layout
         self._input_scales = input_scales
+        self._fixed = fixed
         self._num_experts = num_experts
         self._mid = x.new_empty(self.routes, layout.intermediate)
         self._rows = x.new_empty(self.routes, layout.hidden)
@@ -49,6 +51,7 @@ class LayerRows:
             arranged=True,
             mid=self._mid,
             input_scales=self._input_scales,
+            fixed=self._fixed,
         )
 
     def combined(self) -> torch.Tensor:

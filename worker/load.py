@@ -56,7 +56,7 @@ class EngineLoader:
 
         tell = self._from_thread(on_progress)
         await self._link.start_clean(load.deadline_s)
-        checked = await compute.run(lambda: engine.prepare(load, backend))
+        checked = await compute.run(lambda: engine.prepare(load, backend, self._config.deterministic))
         banks = await self._fill_banks(load, checked, on_progress)
         prepared = await compute.run(lambda: engine.fit(checked, load, backend))
         lost: asyncio.Future[str] = self._loop.create_future()

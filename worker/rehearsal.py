@@ -52,7 +52,9 @@ def rehearse(rehearsal: Rehearsal) -> None:
     for rows in range(1, BLOCK_ROWS + 1):
         logits = torch.zeros(rows, rehearsal.model.vocab_size, device=kv.device)
         extras = extras_of_a_block(rows)
-        with_extras(Drawn(logits[:, 0].to(torch.int64), logits), extras, extras_on_device(extras, logits.device))
+        tensors = extras_on_device(extras, logits.device)
+        drawn = Drawn(logits[:, 0].to(torch.int64), logits)
+        with_extras(drawn, extras, tensors, rehearsal.model.operations.logprobs)
 
 
 def _compute(rehearsal: Rehearsal, inputs: StepInputs) -> None:

@@ -143,7 +143,7 @@ class StepRunner:
             return with_finite(drawn.tokens, drawn)
         tensors = extras_on_device(extras, self._device)
         drawn = draw()
-        return with_finite(with_extras(drawn, extras, tensors), drawn)
+        return with_finite(with_extras(drawn, extras, tensors, self._model.operations.logprobs), drawn)
 
 
 def _out_of_memory(step: RunStep, error: torch.OutOfMemoryError) -> RequestRefused:

@@ -15,6 +15,7 @@ from worker.dense_steps import DenseSteps
 from worker.host_experts import HostExperts
 from worker.kv import KvCache
 from worker.model import build_model
+from worker.model.operations import operations
 from worker.protocol import ExpertStats, Mode
 from worker.state import StateSlots
 from worker.step import StepRunner
@@ -80,19 +81,21 @@ def resident_runner(
     page_tokens: int = 4,
     group: int = 128,
     state_slots: int = 8,
+    deterministic: bool = False,
 ) -> StepRunner:
     """A StepRunner of the checkpoint in `directory` whose experts are all resident. `state_slots` are those of a model
     that has recurrent state."""
     checkpoint = open_model(directory)
     spec = checkpoint.spec
     kv = KvCache(spec, num_pages, page_tokens, TORCH_DTYPES[dtype], CPU)
-    weights = load_dense(checkpoint, dtype, CPU, lambda nbytes: None)
+    weights, kind = load_dense(checkpoint, dtype, CPU, lambda nbytes: None), operations(deterministic)
     if spec.moe is None:
-        return StepRunner(spec, build_model(spec, weights, kv, None), kv, DenseSteps())
+        return StepRunner(spec, build_model(spec, weights, kv, None, None, kind), kv, DenseSteps())
     record = record_layout(spec, dtype)
     assert record is not None
     pool = torch.from_numpy(read_banks(checkpoint, record).reshape(-1, record.record_nbytes))
     experts = ResidentExperts(len(spec.moe_layers), spec.moe.experts, group)
-    on_host = HostExperts(experts, pool, record, spec.moe.experts)
+    fixed = TORCH_DTYPES[dtype] if deterministic else None
+    on_host = HostExperts(experts, pool, record, spec.moe.experts, fixed_order_of=fixed)
     states = StateSlots(spec, state_slots, CPU) if spec.state_nbytes else None
-    return StepRunner(spec, build_model(spec, weights, kv, on_host, states), kv, experts, states=states)
+    return StepRunner(spec, build_model(spec, weights, kv, on_host, states, kind), kv, experts, states=states)

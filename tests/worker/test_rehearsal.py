@@ -8,7 +8,7 @@ from kernels.formats import layout
 from kernels.grouped_gemm import variant
 from tests.worker.random_weights import random_weights
 from worker.backend import Rehearsal
-from worker.drawing import BLOCK_ROWS, Drawn, Extras, with_extras
+from worker.drawing import BLOCK_ROWS, Drawn, Extras, OfLogits, with_extras
 from worker.kv import KvCache
 from worker.model import build_model
 from worker.rehearsal import extras_of_a_block, kernels_of, rehearse, sizes_to_rehearse
@@ -42,9 +42,9 @@ def test_blocks_of_every_size_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> 
     """With a dense model, which needs no slots: it has its KV to write to, and rows want everything."""
     seen = []
 
-    def seeing(drawn: Drawn, extras: Extras, on_device: list[torch.Tensor]) -> torch.Tensor:
+    def seeing(drawn: Drawn, extras: Extras, on_device: list[torch.Tensor], logprobs: OfLogits) -> torch.Tensor:
         seen.append((len(drawn.tokens), drawn.logits.shape[1]))
-        return with_extras(drawn, extras, on_device)
+        return with_extras(drawn, extras, on_device, logprobs)
 
     monkeypatch.setattr("worker.rehearsal.with_extras", seeing)
     layer = LayerSpec(GqaSpec(4, 2, 8, False, True, RopeSpec(1e4)), DenseSpec(16))

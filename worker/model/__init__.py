@@ -7,11 +7,12 @@ from copyengine.model_spec import ModelSpec
 from copyengine.wire.errors import ConfigError
 from worker.kv import KvCache
 from worker.model.moe import Experts
+from worker.model.operations import PLAIN, Operations
 from worker.model.pre_norm import build_pre_norm
 from worker.model.stack import Decoder, Weights
 from worker.state import StateSlots
 
-Builder = Callable[[ModelSpec, Weights, KvCache, Experts | None, StateSlots | None], Decoder]
+Builder = Callable[[ModelSpec, Weights, KvCache, Experts | None, StateSlots | None, Operations], Decoder]
 
 FAMILIES: Mapping[str, Builder] = MappingProxyType(
     {
@@ -31,10 +32,15 @@ FAMILIES: Mapping[str, Builder] = MappingProxyType(
 
 
 def build_model(
-    spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None, states: StateSlots | None = None
+    spec: ModelSpec,
+    weights: Weights,
+    kv: KvCache,
+    experts: Experts | None,
+    states: StateSlots | None = None,
+    operations: Operations = PLAIN,
 ) -> Decoder:
     """The model of `spec`, its weights taken out of `weights`; `experts` is None for a dense model, `states` for one
-    without recurrent state.
+    without recurrent state. `operations` are of the kind that `experts` are of.
 
     ConfigError for an architecture that is not known, and for weights that are missing or left over.
     """
@@ -42,7 +48,7 @@ def build_model(
     if build is None:
         raise ConfigError(f"architecture {spec.architecture!r} is not supported; known: {', '.join(FAMILIES)}")
     try:
-        model = build(spec, weights, kv, experts, states)
+        model = build(spec, weights, kv, experts, states, operations)
     except KeyError as missing:
         raise ConfigError(f"weight {missing} of {spec.architecture} was not loaded") from None
     if weights:

@@ -1,13 +1,11 @@
 """Layer kind: gated DeltaNet, whose sequences have a state of fixed size in place of keys and values."""
 
 import torch
-from torch.nn import functional
 
 from copyengine.model_spec import GatedDeltaSpec
-from kernels.causal_conv import causal_conv, causal_conv_step
 from kernels.gated_delta import Gates, Tokens, gated_delta, gated_delta_step
-from kernels.norm import gated_rms_norm
 from worker.model.batch import Batch, StateRows
+from worker.model.operations import Operations
 from worker.model.stack import Weights
 from worker.state import StateLayer
 
@@ -15,31 +13,41 @@ from worker.state import StateLayer
 class GatedDelta:
     """[T, H] -> [T, H]; takes the step's tokens into the states of its sequences."""
 
-    def __init__(self, spec: GatedDeltaSpec, weights: Weights, prefix: str, state: StateLayer, eps: float) -> None:
+    def __init__(
+        self,
+        spec: GatedDeltaSpec,
+        weights: Weights,
+        prefix: str,
+        state: StateLayer,
+        eps: float,
+        operations: Operations,
+    ) -> None:
         self._spec = spec
         self._state = state
         self._eps = eps
-        self._in = _input_rows(spec, weights, prefix)
+        self._operations = operations
+        self._in = operations.linear(_input_rows(spec, weights, prefix))
         self._conv = weights.pop(f"{prefix}.conv").squeeze(1)
         self._gates = Gates(weights.pop(f"{prefix}.a_log"), weights.pop(f"{prefix}.dt_bias"))
         self._norm = weights.pop(f"{prefix}.gated_norm")
-        self._out = weights.pop(f"{prefix}.o")
+        self._out = operations.linear(weights.pop(f"{prefix}.o"))
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        spec, states = self._spec, batch.states
-        rows = functional.linear(x, self._in)
+        spec, states, operations = self._spec, batch.states, self._operations
+        rows = self._in(x)
         value = spec.v_heads * spec.v_dim
         mixed, z, b, a = torch.split(rows, [spec.conv_channels, value, spec.v_heads, spec.v_heads], dim=1)
         if isinstance(states, StateRows):
-            mixed = causal_conv_step(mixed, self._conv, self._state.conv, states.sources, states.targets)
+            slots = (states.sources, states.targets)
+            mixed = operations.causal_conv_step(mixed, self._conv, self._state.conv, *slots)
             tokens = self._tokens(mixed, a, b)
-            out = gated_delta_step(tokens, self._gates, self._state.recurrent, states.sources, states.targets)
+            out = gated_delta_step(tokens, self._gates, self._state.recurrent, *slots)
         else:
             assert states is not None
-            mixed = causal_conv(mixed, self._conv, self._state.conv, states)
+            mixed = operations.causal_conv(mixed, self._conv, self._state.conv, states)
             out = gated_delta(self._tokens(mixed, a, b), self._gates, self._state.recurrent, states)
-        out = gated_rms_norm(out, _heads(z, spec.v_heads), self._norm, self._eps)
-        return functional.linear(out.flatten(1), self._out)
+        out = operations.gated_rms_norm(out, _heads(z, spec.v_heads), self._norm, self._eps)
+        return self._out(out.flatten(1))
 
     def _tokens(self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Tokens:
         """Of the convolution's rows [T, C]."""

@@ -3,12 +3,12 @@
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from copyengine.model_spec import MoeSpec
-from kernels.topk_route import grouped_route, topk_route, topk_softmax
+from kernels.topk_route import topk_route, topk_softmax
 from worker.model.batch import Batch
 from worker.model.mlp import DenseMlp
+from worker.model.operations import Operations
 from worker.model.stack import Weights
 
 
@@ -27,14 +27,17 @@ class Experts(Protocol):
 class MoeFfn:
     """[T, H] -> [T, H]: the weighted sum of each token's K experts, plus that of the shared expert if there is one."""
 
-    def __init__(self, spec: MoeSpec, weights: Weights, prefix: str, bank: int, experts: Experts) -> None:
+    def __init__(
+        self, spec: MoeSpec, weights: Weights, prefix: str, bank: int, experts: Experts, operations: Operations
+    ) -> None:
         self._spec = spec
-        self._router = weights.pop(f"{prefix}.score_router" if spec.grouped else f"{prefix}.router")
-        self._router_bias = weights.pop(f"{prefix}.router_bias") if spec.router_bias else None
+        router = weights.pop(f"{prefix}.score_router" if spec.grouped else f"{prefix}.router")
+        self._router = operations.linear(router, weights.pop(f"{prefix}.router_bias") if spec.router_bias else None)
+        self._grouped_route = operations.grouped_route
         self._score_bias = weights.pop(f"{prefix}.score_bias") if spec.grouped else None
         self._bank = bank
         self._experts = experts
-        self._shared = SharedExpert(weights, prefix, spec.shared_gate) if spec.shared_intermediate else None
+        self._shared = SharedExpert(weights, prefix, spec.shared_gate, operations) if spec.shared_intermediate else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         weights, experts = self._route(x)
@@ -46,20 +49,21 @@ class MoeFfn:
         spec, grouped = self._spec, self._spec.grouped
         k, renormalise = spec.experts_per_token, spec.norm_topk_prob
         if grouped is None or self._score_bias is None:
-            logits = functional.linear(x, self._router, self._router_bias)
+            logits = self._router(x)
             return topk_softmax(logits, k) if spec.softmax_chosen else topk_route(logits, k, renormalise)
-        logits = functional.linear(x.to(torch.float32), self._router)
+        logits = self._router(x.to(torch.float32))
         groups = (grouped.groups, grouped.groups_per_token)
-        return grouped_route(logits, self._score_bias, k, *groups, renormalise, grouped.scale)
+        return self._grouped_route(logits, self._score_bias, k, *groups, renormalise, grouped.scale)
 
 
 class SharedExpert:
     """[T, H] -> [T, H]: sigmoid(gate(x)) * mlp(x), or without a gate mlp(x)."""
 
-    def __init__(self, weights: Weights, prefix: str, gated: bool) -> None:
-        self._mlp = DenseMlp(weights, f"{prefix}.shared")
-        self._gate = weights.pop(f"{prefix}.shared_gate") if gated else None
+    def __init__(self, weights: Weights, prefix: str, gated: bool, operations: Operations) -> None:
+        self._mlp = DenseMlp(weights, f"{prefix}.shared", operations)
+        self._gate = operations.linear(weights.pop(f"{prefix}.shared_gate")) if gated else None
+        self._sigmoid = operations.sigmoid
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         out = self._mlp(x, batch)
-        return out if self._gate is None else torch.sigmoid(functional.linear(x, self._gate)) * out
+        return out if self._gate is None else self._sigmoid(self._gate(x)) * out

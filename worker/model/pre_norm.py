@@ -8,6 +8,7 @@ from worker.model.gated_delta import GatedDelta
 from worker.model.mla import MlaAttention
 from worker.model.mlp import DenseMlp
 from worker.model.moe import Experts, MoeFfn
+from worker.model.operations import Operations
 from worker.model.rotary import Rotary
 from worker.model.stack import Block, Decoder, Norm, PreNormResidual, Weights
 from worker.state import StateSlots
@@ -17,7 +18,12 @@ Rotaries = dict[tuple[RopeSpec, int], Rotary]
 
 
 def build_pre_norm(
-    spec: ModelSpec, weights: Weights, kv: KvCache, experts: Experts | None, states: StateSlots | None = None
+    spec: ModelSpec,
+    weights: Weights,
+    kv: KvCache,
+    experts: Experts | None,
+    states: StateSlots | None,
+    operations: Operations,
 ) -> Decoder:
     """The model; takes its tensors out of `weights`. KeyError if one is not there."""
 
@@ -29,12 +35,12 @@ def build_pre_norm(
     rotaries: Rotaries = {}
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}"
-        attention = _attention(spec, layer, index, weights, kv, rotaries, states)
+        attention = _attention(spec, layer, index, weights, kv, rotaries, states, operations)
         blocks.append(PreNormResidual(norm(f"{prefix}.input_norm"), attention))
-        ffn = _ffn(spec, layer, index, weights, experts)
+        ffn = _ffn(spec, layer, index, weights, experts, operations)
         blocks.append(PreNormResidual(norm(f"{prefix}.ffn_norm"), ffn))
     head = embed if spec.tie_word_embeddings else weights.pop("head")
-    return Decoder(embed, blocks, norm("final_norm"), head)
+    return Decoder(embed, blocks, norm("final_norm"), head, operations)
 
 
 def _attention(
@@ -45,19 +51,21 @@ def _attention(
     kv: KvCache,
     rotaries: Rotaries,
     states: StateSlots | None,
+    operations: Operations,
 ) -> Block:
     match layer.attention:
         case GqaSpec(rope=rope) as gqa:
             rotary = _rotary(rope, gqa.rotary_dim or gqa.head_dim, kv, rotaries)
-            prefix, zero_centred = f"layers.{index}.attention", spec.zero_centred_norms
-            return GqaAttention(gqa, weights, prefix, kv.of_layer(index), rotary, spec.norm_eps, zero_centred)
+            prefix, norms = f"layers.{index}.attention", (spec.norm_eps, spec.zero_centred_norms)
+            return GqaAttention(gqa, weights, prefix, kv.of_layer(index), rotary, *norms, operations)
         case GatedDeltaSpec() as delta:
             if states is None:
                 raise ValueError(f"layer {index} has a recurrent state, but no slots were given")
-            return GatedDelta(delta, weights, f"layers.{index}.delta", states.layers[index], spec.norm_eps)
+            prefix = f"layers.{index}.delta"
+            return GatedDelta(delta, weights, prefix, states.layers[index], spec.norm_eps, operations)
         case MlaSpec(rope=rope, rope_dim=rope_dim) as mla:
             rotary = _rotary(rope, rope_dim, kv, rotaries)
-            return MlaAttention(mla, weights, f"layers.{index}.attention", kv.of_layer(index), rotary)
+            return MlaAttention(mla, weights, f"layers.{index}.attention", kv.of_layer(index), rotary, operations)
 
 
 def _rotary(rope: RopeSpec, head_dim: int, kv: KvCache, rotaries: Rotaries) -> Rotary:
@@ -66,11 +74,18 @@ def _rotary(rope: RopeSpec, head_dim: int, kv: KvCache, rotaries: Rotaries) -> R
     return rotaries[rope, head_dim]
 
 
-def _ffn(spec: ModelSpec, layer: LayerSpec, index: int, weights: Weights, experts: Experts | None) -> Block:
+def _ffn(
+    spec: ModelSpec,
+    layer: LayerSpec,
+    index: int,
+    weights: Weights,
+    experts: Experts | None,
+    operations: Operations,
+) -> Block:
     match layer.ffn:
         case DenseSpec():
-            return DenseMlp(weights, f"layers.{index}.ffn")
+            return DenseMlp(weights, f"layers.{index}.ffn", operations)
         case MoeSpec() as moe:
             if experts is None:
                 raise ValueError(f"layer {index} has experts, but no pool was given")
-            return MoeFfn(moe, weights, f"layers.{index}", spec.moe_layers.index(index), experts)
+            return MoeFfn(moe, weights, f"layers.{index}", spec.moe_layers.index(index), experts, operations)

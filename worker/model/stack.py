@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from kernels.norm import rms_norm
 from worker.model.batch import Batch
+from worker.model.operations import Operations
 
 Weights = dict[str, torch.Tensor]
 """Dense weights by canonical name. A layer takes what it needs out, so that what is left over shows."""
@@ -45,11 +46,16 @@ class PreNormResidual:
 class Decoder:
     """A causal language model."""
 
-    def __init__(self, embed: torch.Tensor, blocks: Sequence[Block], norm: Norm, head: torch.Tensor) -> None:
+    def __init__(
+        self, embed: torch.Tensor, blocks: Sequence[Block], norm: Norm, head: torch.Tensor, operations: Operations
+    ) -> None:
+        """`operations` are those that the blocks were made with."""
+        self.operations = operations
         self._embed = embed
         self._blocks = blocks
         self._norm = norm
-        self._head = head
+        self._vocab_size = head.shape[0]
+        self._head = operations.linear(head)
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The final hidden states of all rows, normalised: [T, H]."""
@@ -61,9 +67,9 @@ class Decoder:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self._head.shape[0]
+        return self._vocab_size
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [R, V] float32 of rows of hidden states [R, H]; in `out` if that is given."""
-        product = functional.linear(hidden, self._head)
+        product = self._head(hidden)
         return product.to(torch.float32) if out is None else out.copy_(product)
