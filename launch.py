@@ -119,7 +119,7 @@ class Engine:
             ordinal=ordinals[worker_names(config.workers).index(name)],
             copy_engine=endpoints.get("copyengine", ""),
             deterministic=config.deterministic,
-            threads=max(1, (psutil.cpu_count(logical=False) or 1) - 1) // config.workers or 1,  # a core for the copies
+            threads=compute_threads(config.workers, config.deterministic),
             **on_device,
         )
         return Command("worker", cli.to_argv(worker))
@@ -153,6 +153,14 @@ class Engine:
 def worker_names(workers: int) -> list[str]:
     """What the workers are called, in the order in which the scheduler is given their endpoints."""
     return [f"worker{i}" for i in range(workers)]
+
+
+def compute_threads(workers: int, deterministic: bool) -> int:
+    """Of each worker: it shares the cores, but for one that is left to copies. A deterministic one shares none with the
+    others, since the bits of a product may depend on this number, and answers are not to on how many workers there are.
+    """
+    cores = max(1, (psutil.cpu_count(logical=False) or 1) - 1)
+    return cores if deterministic else cores // workers or 1
 
 
 def roles(workers: int, placement: Placement, http: bool = False) -> list[Role]:

@@ -379,3 +379,10 @@ def test_a_check_of_gpus(made_up: Model, monkeypatch: pytest.MonkeyPatch, capsys
     pretend(monkeypatch, [])
     assert launch.main(common) == 2
     assert "--device cuda: no GPU was found" in capsys.readouterr().err
+
+
+def test_workers_share_the_cores_but_for_deterministic_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against counts by hand; those of a deterministic worker do not depend on how many there are."""
+    for cores, workers, shared, own in ((None, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (9, 1, 8, 8), (9, 3, 2, 8)):
+        monkeypatch.setattr("psutil.cpu_count", lambda logical, cores=cores: cores)
+        assert launch.compute_threads(workers, False) == shared and launch.compute_threads(workers, True) == own
