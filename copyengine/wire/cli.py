@@ -19,7 +19,8 @@ S = TypeVar("S", bound=Struct)
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        text = message.encode(errors="backslashreplace").decode()  # what of a flag is no text can neither be sent
+        raise ConfigError(f"{text} (see {self.prog} --help)")
 
 
 def parser_for(config: type[Struct], prog: str) -> argparse.ArgumentParser:

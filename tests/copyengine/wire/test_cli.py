@@ -97,3 +97,10 @@ def test_what_is_no_text_is_refused_by_its_flag() -> None:
     with pytest.raises(ConfigError, match=r"--name .*UTF-8"):
         parse(Config, ["--model", "m", "--name", "a\udcff"], "p")
     assert parse(Config, ["--model", "m", "--name", "ä\nß"], "p").name == "ä\nß"
+
+
+def test_a_flag_that_is_no_text_is_refused_in_words_that_can_be_sent() -> None:
+    """As `python -m scheduler` tells its parent: by JSON."""
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --x\\udcc5") as refused:
+        parse(Config, ["--model", "a", "--x\udcc5"], "x")
+    str(refused.value).encode()
