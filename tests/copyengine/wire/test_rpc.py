@@ -6,6 +6,8 @@ One final reply per request, whatever happens; junk is counted and harms nobody;
 import asyncio
 import contextlib
 import pickle
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -787,3 +789,51 @@ def test_a_request_that_a_failing_send_was_the_first_to_notice_is_answered() -> 
             await asyncio.to_thread(ask_when_one_has_left, bound)
 
     in_both_loops(test)
+
+
+FULL = """
+import asyncio, resource, sys
+import msgspec, zmq.asyncio
+from copyengine.protocol import Done, Failed, Stats
+from copyengine.wire.rpc import RpcServer
+
+async def main():
+    server = RpcServer(zmq.asyncio.Context(), Stats, answer, Failed)
+    print(server.bind("tcp://127.0.0.1:0"), flush=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    await server.serve()
+
+async def answer(call):
+    return Done()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_a_server_that_may_open_no_more_sockets_serves_again_when_it_may() -> None:
+    """Against more peers than it has descriptors, who say nothing; who is connected is served all the while."""
+    with subprocess.Popen([sys.executable, "-c", FULL], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            endpoint = process.stdout.readline().strip()
+            address = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+            with zmq.Context() as context, context.socket(zmq.DEALER) as early, context.socket(zmq.DEALER) as late:
+                for peer in (early, late):
+                    peer.linger, peer.rcvtimeo = 0, 20_000
+                early.connect(endpoint)
+                answered(early)
+                silent = [socket.create_connection(address, timeout=20) for _ in range(60)]
+                answered(early)
+                for one in silent:
+                    one.close()
+                late.connect(endpoint)
+                answered(late)
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def answered(peer: "zmq.Socket[bytes]") -> None:
+    peer.send_multipart([b"12345678", msgspec.msgpack.encode({"type": "Stats"})])
+    assert msgspec.msgpack.decode(peer.recv_multipart()[1]) == {"type": "Done"}
