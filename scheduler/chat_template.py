@@ -29,8 +29,8 @@ class ChatTemplate:
     A template is a program: it runs in jinja2's sandbox, nothing of it is evaluated before it is rendered, and what it
     takes then is bounded, see `template_limits`.
 
-    `source` is its text. `variables` are the names that it reads without having set them, or not in each of its
-    branches; `settings` are those among them that are nothing of `render`'s own.
+    `source` is its text, `origin` the file that it is of. `variables` are the names that it reads without having set
+    them, or not in each of its branches; `settings` are those among them that are nothing of `render`'s own.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
@@ -45,6 +45,7 @@ class ChatTemplate:
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ConfigError(f"{origin}: the chat template does not compile: {_reason(error)}{line}") from None
         self.source = source
+        self.origin = origin
         self.settings = self.variables - _GIVEN - special_tokens.keys()
         self._special_tokens = dict(special_tokens)
 
@@ -72,7 +73,7 @@ class ChatTemplate:
             text.encode()  # a lone surrogate can neither be tokenised nor sent
         except Exception as error:  # a template is somebody else's program: it may raise anything
             detail = f"messages: the chat template refused them: {_reason(error)}"
-            raise RequestRefused("invalid_request", detail) from None
+            raise RequestRefused("invalid_request", detail) from error
         return _cut(text) if continue_final_message else text
 
 

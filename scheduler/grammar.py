@@ -40,7 +40,7 @@ class Vocabulary:
         try:
             self.tokenizer: LLTokenizer = caught(LLTokenizer, tokenizer, eos_token=end)
         except Panic as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(str(error)) from error
         self.supposed_ends = {self.tokenizer.eos_token, *self.ends}  # the first is what llguidance has at an end
         self.nbytes = -(-vocab_size // 32) * 4
         self._unknown = range(vocab_size, 8 * self.nbytes)  # bits behind the model's last token

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
 from copyengine.checkpoint.directory import read_config
 from copyengine.wire.errors import ConfigError, RequestRefused
 from copyengine.wire.lifecycle import EXIT_CONFIG
+from scheduler.chat_template import ChatTemplate
 from scheduler.panics import Panic
 from scheduler.tokenize import FILES, TextCodec, load_text_codec
 
@@ -120,13 +121,25 @@ def try_texts(codec: TextCodec, directory: Path) -> None:
         for text in (*PLAIN, *HARD):
             _try_encoding(codec, text, path)
         _try_decoding(codec, path)
-    if codec.has_text and codec.chat_template is not None:
+    if codec.chat_template is not None:
         for chat in CHATS:
             for tools in (None, TOOLS):
-                try:
-                    codec.encode_rendered(codec.chat_template.render(chat, tools))
-                except RequestRefused as refused:  # a template may object to what it is given
-                    log.info("the chat template refuses a chat: %s", refused)
+                _try_chat(codec, codec.chat_template, chat, tools)
+
+
+def _try_chat(codec: TextCodec, template: ChatTemplate, chat: Sequence[Any], tools: Sequence[Any] | None) -> None:
+    """A template may object to what it is given, but not take all that a rendering may take over so little."""
+    try:
+        text = template.render(chat, tools)
+        if codec.has_text:
+            codec.encode_rendered(text)
+    except RequestRefused as refused:
+        if isinstance(refused.__cause__, TimeoutError | OverflowError):
+            raise ConfigError(
+                f"{template.origin}: the chat template takes too much over a chat of {len(chat)} short messages: "
+                f"{refused.__cause__}"
+            ) from None
+        log.info("the chat template refuses a chat: %s", refused)
 
 
 def _try_growth(codec: TextCodec, path: Path) -> None:
@@ -179,6 +192,15 @@ def _try_decoding(codec: TextCodec, path: Path) -> None:
             raise ConfigError(f"{path}: token {token} cannot be decoded: {detokenizer.fault}")
 
 
+def _try_grammars(codec: TextCodec, vocab_size: int, directory: Path) -> None:
+    try:
+        codec.grammars(vocab_size)
+    except ValueError as error:
+        if isinstance(error.__cause__, Panic):
+            raise ConfigError(f"{directory / 'tokenizer.json'}: llguidance fails over it: {error}") from None
+        log.info("%s", error)  # it knows no such tokenizer: the start says so
+
+
 def main(argv: Sequence[str]) -> int:
     """The trial; the exit code. What is wrong is said on standard output."""
     directory = Path(argv[0])
@@ -187,12 +209,10 @@ def main(argv: Sequence[str]) -> int:
         codec = load_text_codec(directory, config)
         try_texts(codec, directory)
         vocab_size = config.get("vocab_size")
-        codec.grammars(vocab_size if isinstance(vocab_size, int) else len(codec.tokens()))
+        _try_grammars(codec, vocab_size if isinstance(vocab_size, int) else len(codec.tokens()), directory)
     except ConfigError as error:
         sys.stdout.buffer.write(str(error).encode(errors="replace"))
         return EXIT_CONFIG
-    except ValueError as error:  # llguidance knows no such tokenizer; the start says so
-        log.info("%s", error)
     return 0
 
 

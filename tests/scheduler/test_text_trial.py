@@ -26,6 +26,11 @@ def several(kind: str, *parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", kind: list(parts)}
 
 
+def added(number: int, text: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, "special": True, **flags}
+
+
 TENFOLD = [replace({"String": "a"}, "a" * 10)] * 9
 
 HARMFUL: list[tuple[dict[str, Any], str]] = [
@@ -38,6 +43,7 @@ HARMFUL: list[tuple[dict[str, Any], str]] = [
     ({"decoder": replace({"String": "a"}, "a" * 100)}, r"its decoder makes 100 characters of 1"),
     ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "fails over it: chunk size must be non-zero"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9}}, r"token \d+ cannot be decoded"),
+    ({"added_tokens": [added(5000 + i, chr(0x10000 + i) * i) for i in range(300)]}, "llguidance fails over it: asser"),
 ]  # fmt: skip
 
 
@@ -80,12 +86,14 @@ def test_what_is_as_it_should_be_passes(tmp_path: Path) -> None:
     tried(write(tmp_path, pre_tokenizer=split))
 
 
-def test_a_template_that_takes_all_memory_does_no_harm(tmp_path: Path) -> None:
-    """Against the rendering's own bounds: such a template refuses chats, and nothing else."""
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "utf-8"
-    )
+def test_a_template_that_takes_too_much_over_a_short_chat_is_refused(tmp_path: Path) -> None:
+    """Against the rendering's own bounds; one that objects to a chat is not."""
+    doubling = "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}", "utf-8")
     tried(write(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(doubling, "utf-8")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template takes too much over a chat of 1 "):
+        tried(tmp_path)
 
 
 def test_nothing_is_tried_where_there_is_nothing(tmp_path: Path) -> None:
