@@ -41,6 +41,7 @@ def stats_reply(lanes: Sequence[Lane], tally: Tally, dropped_frames: int) -> Sta
         restarts=sum(lane.deaths for lane in lanes),
         bank_nbytes=max((lane.facts.bank_nbytes for lane in lanes), default=0),
         pinned_nbytes=max((lane.facts.pinned_nbytes for lane in lanes), default=0),
+        not_finite=tally.not_finite,
     )
 
 

@@ -273,13 +273,14 @@ class StatsReply(Struct, frozen=True, tag=True):
 
     An accepted request is `waiting` or `running`, where each of several answers counts by itself, and ends in exactly
     one of `finished`, `failed` and `aborted`, counted with its last reply; `aborted` are also those whose client left
-    before their end. `refused` are the Generate that were not accepted. `prompt_tokens` are those of all accepted
-    requests, `generated_tokens` those that were sent. `kv_pages_cached` are in the prefix cache, whether requests use
-    them or not; those neither free nor cached are the own of running requests, and of some that ended while a step of
-    theirs was out, until it is back. `kv_pages_available` can be had at once: they are free, or cached and not used by
-    any request. Of the `queried_tokens` of prompts that were looked for in the prefix cache, for each of several
-    answers, `cached_tokens` were not computed because their KV was cached; `preempted` counts each time that a request
-    gave its pages back and waited again.
+    before their end. Of those that failed, `not_finite` did because the model computed NaN or infinity. `refused`
+    are the Generate that were not accepted. `prompt_tokens` are those of all accepted requests, `generated_tokens`
+    those that were sent. `kv_pages_cached` are in the prefix cache, whether requests use them or not; those neither
+    free nor cached are the own of running requests, and of some that ended while a step of theirs was out, until it
+    is back. `kv_pages_available` can be had at once: they are free, or cached and not used by any request. Of the
+    `queried_tokens` of prompts that were looked for in the prefix cache, for each of several answers,
+    `cached_tokens` were not computed because their KV was cached; `preempted` counts each time that a request gave
+    its pages back and waited again.
 
     Of a model with recurrent state, `state_snapshots` of the `state_slots_total` hold a state from which requests may
     go on; those neither free nor that are the own of running requests, or being written by the step that is out.
@@ -319,6 +320,7 @@ class StatsReply(Struct, frozen=True, tag=True):
     restarts: int = 0
     bank_nbytes: int = 0
     pinned_nbytes: int = 0
+    not_finite: int = 0
 
 
 class RunningRequest(Struct, frozen=True):
@@ -375,7 +377,8 @@ class Failed(Struct, frozen=True, tag=True):
     Codes: wire (malformed or unknown fields), invalid_request, duplicate_request, no_tokenizer (only token_ids can be
     served), no_chat_template, context_length_exceeded, encode_timeout (the text took too long to become tokens),
     invalid_grammar (it does not compile, or takes too long to), queue_full, busy (requests have not ended), not_ready,
-    draining, bad_logits (the model computes NaN or infinity), grammar_failed (an answer got where its grammar allows
+    draining, too_slow (the client does not read what it is sent), bad_logits (the model computes NaN or infinity),
+    grammar_failed (an answer got where its grammar allows
     nothing or is too much work), text_failed (the tokenizer cannot decode the answer), device_out_of_memory (its step
     did not fit in what the device had left), copy_damaged (an expert was not what was loaded; with --verify-copies),
     worker_failed, internal.

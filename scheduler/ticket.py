@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from copyengine.wire.errors import PeerDied
+from copyengine.wire.rpc import ReadsNothing
 from scheduler.choices import Choices
+from scheduler.core import BAD_LOGITS
 from scheduler.grammar import Grammars
 from scheduler.lane import Lane
 from scheduler.protocol import Failed, Finished, Tokens
@@ -31,7 +33,8 @@ class Service(Struct, frozen=True):
 class ClientOutbox:
     """See scheduler.lane.Outbox: tokens go to the client at once, the final reply to who waits for it.
 
-    `send` sends one reply, or raises PeerDied, which ends the wait.
+    `send` sends one reply, or raises PeerDied, which ends the wait; of a client that is there and reads nothing, with a
+    reply that it finds if it reads again.
     """
 
     def __init__(self, send: Callable[[Tokens], None]) -> None:
@@ -74,6 +77,8 @@ class ClientOutbox:
         self._quiet = False
         try:
             self._send(tokens)
+        except ReadsNothing as error:
+            self.put_nowait(Failed("too_slow", str(error)))
         except PeerDied as error:
             self._gone = error
             self._over.set()
@@ -104,12 +109,14 @@ class Ticket:
 
 
 class Tally(Struct):
-    """Each accepted request is counted in exactly one of the first three, when it is over; the others in `refused`."""
+    """Each accepted request is counted in exactly one of the first three, when it is over; the others in `refused`. Of
+    those that failed `not_finite` did for what the model computed."""
 
     finished: int = 0
     failed: int = 0
     aborted: int = 0
     refused: int = 0
+    not_finite: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
@@ -118,8 +125,9 @@ class Tally(Struct):
         if ticket.request is None:
             return
         match ticket.outbox.final:
-            case Failed():
+            case Failed(code=code):
                 self.failed += 1
+                self.not_finite += code == BAD_LOGITS.code
             case Finished(reason="stop" | "length"):
                 self.finished += 1
             case _:

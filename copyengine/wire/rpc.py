@@ -49,6 +49,10 @@ LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|
 SEND_QUEUE_REPLIES = 1000
 """Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.send` raises PeerDied."""
 
+SEND_BUFFER_NBYTES = 256 * 2**10
+"""That the system may hold of replies to one client beside those. Linux would let it grow to 4 MiB, which is 50,000
+tokens that a client has not read."""
+
 FINAL_PATIENCE_S = 30.0
 """Seconds that a final reply waits for room among those: as long as a client takes silence for patience."""
 
@@ -68,8 +72,8 @@ class Failure(Protocol):
     def detail(self) -> str: ...
 
 
-class _QueueFull(PeerDied):
-    """The client does not read its replies."""
+class ReadsNothing(PeerDied):
+    """SEND_QUEUE_REPLIES wait for the client, which is there."""
 
 
 class Call(Generic[Req, Rep]):
@@ -82,7 +86,7 @@ class Call(Generic[Req, Rep]):
         self._number = number
 
     def send(self, reply: Rep) -> None:
-        """Send a reply that is not the final one. PeerDied if the client is gone or reads nothing."""
+        """Send a reply that is not the final one. PeerDied if the client is gone, ReadsNothing if it reads nothing."""
         self._server._send(self.peer, self._number, reply)
 
     async def progress(self, reply: Rep) -> None:
@@ -117,6 +121,7 @@ class RpcServer(Generic[Req, Rep]):
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_REPLIES)
+        self._socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_NBYTES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
 
     def bind(self, endpoint: str) -> str:
@@ -188,7 +193,7 @@ class RpcServer(Generic[Req, Rep]):
         while True:
             try:
                 return self._send(peer, number, reply)
-            except _QueueFull as error:
+            except ReadsNothing as error:
                 if time.monotonic() >= give_up_s:
                     return log.debug("reply_dropped", detail=str(error))
             except PeerDied:
@@ -205,7 +210,7 @@ class RpcServer(Generic[Req, Rep]):
             self._sender.send(number, MORE)
             self._sender.send(body, LAST)
         except zmq.Again:
-            raise _QueueFull(f"the client does not read its replies ({SEND_QUEUE_REPLIES} waiting)") from None
+            raise ReadsNothing(f"the client does not read its replies ({SEND_QUEUE_REPLIES} waiting)") from None
         except zmq.ZMQError as error:
             raise PeerDied(f"the client is gone: {error.strerror}") from None
         self._last_reply_s = time.monotonic()

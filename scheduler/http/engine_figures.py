@@ -24,6 +24,11 @@ COUNTERS: tuple[Figure, ...] = (
     ("num_preemptions", "Times that a request gave its KV pages back.", lambda stats: stats.preempted),
     ("requests_finished", "Requests that ended as they should, over HTTP or not.", lambda stats: stats.finished),
     ("requests_failed", "Accepted requests that ended with an error.", lambda stats: stats.failed),
+    (
+        "requests_not_finite",
+        "Of those that failed, the ones for which the model computed NaN or infinity.",
+        lambda stats: stats.not_finite,
+    ),
     ("requests_aborted", "Accepted requests whose client ended them or left.", lambda stats: stats.aborted),
     ("requests_refused", "Requests that were not accepted.", lambda stats: stats.refused),
     ("dropped_frames", "Malformed frames that the scheduler dropped.", lambda stats: stats.dropped_frames),

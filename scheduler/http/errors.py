@@ -193,6 +193,8 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
             return _unavailable(error.code, "the model is still loading, or a worker is started anew")
         case "draining":  # for who was running, that nothing new is taken would explain nothing
             return draining(without_paths(error.detail))
+        case "too_slow":  # towards the engine this server is the client
+            return _unavailable(error.code, "this server was held up for too long; ask again")
         case "worker_failed":
             return _unavailable(error.code, "the worker that computed the answer failed; ask again")
         case "device_out_of_memory":

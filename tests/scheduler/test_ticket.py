@@ -8,6 +8,7 @@ import pytest
 
 from copyengine.wire.errors import PeerDied
 from copyengine.wire.loop import run
+from copyengine.wire.rpc import ReadsNothing
 from scheduler.protocol import Failed, Finished, Timing, Tokens, Usage
 from scheduler.ticket import ClientOutbox
 
@@ -19,11 +20,11 @@ class Client:
 
     def __init__(self) -> None:
         self.got: list[Tokens] = []
-        self.gone = False
+        self.error: PeerDied | None = None
 
     def send(self, tokens: Tokens) -> None:
-        if self.gone:
-            raise PeerDied("the client is gone")
+        if self.error:
+            raise self.error
         self.got.append(tokens)
 
 
@@ -49,11 +50,23 @@ def test_tokens_go_at_once_and_the_first_end_counts() -> None:
     with_outbox(main)
 
 
+def test_a_client_that_reads_nothing_ends_its_request_with_a_reply_for_when_it_reads_again() -> None:
+    async def main(client: Client, outbox: ClientOutbox) -> None:
+        outbox.put_nowait(Tokens("a", [1]))
+        client.error = ReadsNothing("1000 replies wait")
+        outbox.put_nowait(Tokens("b", [2]))
+        outbox.put_nowait(FINISHED)
+        assert await outbox.end() == outbox.final == Failed("too_slow", "1000 replies wait")
+        assert client.got == [Tokens("a", [1])]
+
+    with_outbox(main)
+
+
 def test_a_client_that_is_gone_ends_the_wait_and_the_answer_is_over_all_the_same() -> None:
     async def main(client: Client, outbox: ClientOutbox) -> None:
         wait = asyncio.create_task(outbox.end())
         await asyncio.sleep(0)
-        client.gone = True
+        client.error = PeerDied("the client is gone")
         outbox.put_nowait(Tokens("a", [1]))
         outbox.put_nowait(FINISHED)
         with pytest.raises(PeerDied):
@@ -72,7 +85,7 @@ def test_a_silent_request_notices_that_its_client_is_gone(monkeypatch: pytest.Mo
         while len(client.got) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert all(tokens == Tokens("", []) for tokens in client.got)
-        client.gone = True
+        client.error = PeerDied("the client is gone")
         with pytest.raises(PeerDied):
             await asyncio.wait_for(wait, 20)
 

@@ -25,6 +25,7 @@ CODES = {
     "queue_full": (429, "rate_limit_error"),
     "not_ready": (503, "service_unavailable"),
     "draining": (503, "service_unavailable"),
+    "too_slow": (503, "service_unavailable"),
     "worker_failed": (503, "service_unavailable"),
     "device_out_of_memory": (503, "service_unavailable"),
     "copy_damaged": (503, "service_unavailable"),

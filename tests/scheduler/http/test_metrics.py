@@ -52,6 +52,7 @@ OF_OFFLOADING = {
     "dropped_frames": "counter",
     "requests_finished": "counter",
     "requests_failed": "counter",
+    "requests_not_finite": "counter",
     "requests_aborted": "counter",
     "requests_refused": "counter",
     "http_requests_refused": "counter",
