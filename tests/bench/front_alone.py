@@ -54,15 +54,19 @@ class Taken:
 
 @contextmanager
 def rig(
-    step_ms: float, flags: Sequence[str] = (), profile: Path | None = None, max_model_len: int = 0
+    step_ms: float,
+    flags: Sequence[str] = (),
+    profile: Path | None = None,
+    max_model_len: int = 0,
+    event_loop: str = "auto",
 ) -> Iterator[Rig]:
     """Worker, scheduler and front, this one under cProfile if there is a file for it; `flags` are the front's."""
     with tempfile.TemporaryDirectory() as name:
         directory = write_model(Path(name))
         vocab_size = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
-        with started(directory, vocab_size, None, step_ms, max_model_len) as (_, endpoint):
+        with started(directory, vocab_size, None, step_ms, max_model_len, event_loop) as (_, endpoint):
             argv = ["--scheduler", endpoint, "--model", str(directory), "--http-port", "0", "--parent-pipe"]
-            argv += ["--served-model-name", MODEL, "--log-level", "warning", *flags]
+            argv += ["--served-model-name", MODEL, "--log-level", "warning", "--event-loop", event_loop, *flags]
             module = "scheduler.http"
             if profile is not None:
                 module, argv = "cProfile", ["-o", str(profile), "-m", module, *argv]

@@ -39,7 +39,12 @@ class Alone:
 
 @contextmanager
 def started(
-    directory: Path, vocab_size: int, profile: Path | None, step_ms: float = 0.0, max_model_len: int = 0
+    directory: Path,
+    vocab_size: int,
+    profile: Path | None,
+    step_ms: float = 0.0,
+    max_model_len: int = 0,
+    event_loop: str = "auto",
 ) -> Iterator[tuple[Child, str]]:
     """The scheduler, under cProfile if there is a file for it, and its endpoint. Its worker's steps take `step_ms`."""
     notices: Notices = queue.SimpleQueue()
@@ -48,7 +53,7 @@ def started(
     try:
         flags = ["--model", str(directory), "--workers", awaited(notices, "worker", Listening).endpoint, "--port", "0"]
         flags += ["--parent-pipe", "--max-running-requests", "256", "--max-queued-requests", "1024"]
-        flags += ["--max-model-len", str(max_model_len)]
+        flags += ["--max-model-len", str(max_model_len), "--event-loop", event_loop]
         module, argv = "scheduler", [*flags, "--log-level", "warning"]
         if profile is not None:
             module, argv = "cProfile", ["-o", str(profile), "-m", "scheduler", *argv]
