@@ -43,10 +43,12 @@ from scheduler.ready_block import ready_block
 from worker.config import WorkerConfig
 
 LISTEN_TIMEOUT_S = 30.0
-"""Seconds a process may take to bind its socket: Python's start and the imports of zmq, 0.3 s on an idle machine."""
+"""Seconds a process may take to bind its socket: Python's start and the imports of zmq, 0.3 s on an idle machine. Fewer
+would refuse a start on a busy one, of a disk that spins up; more only say later that something is stuck."""
 
 LAST_WORD_S = 20.0
-"""Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start."""
+"""Seconds beyond --ready-timeout-s that the processes have to say themselves what did not start: longer than the
+scheduler's LOAD_MARGIN_S beyond it, so that who knows the cause speaks first."""
 
 log = Log("launch")
 
@@ -68,6 +70,7 @@ class Engine:
                 STOP_GRACE_S,
                 "--ready-timeout-s",
                 config.watchdog_s,
+                config.drain_timeout_s,
             ),
             self.command,
             say=lambda event, text: log.warning(event, detail=text),

@@ -29,8 +29,13 @@ from copyengine.protocol import (
 from copyengine.wire.errors import PeerDied
 from copyengine.wire.rpc import RpcClient
 
+LOAD_SILENCE_S = 120.0
+"""Seconds without progress after which a load is given up, unless its caller says: a disk that spins up, or a large
+allocation before the first byte is read."""
+
 ANSWER_S = 10.0
-"""Seconds within which the copy engine answers what needs no disk."""
+"""Seconds within which the copy engine answers what needs no disk. Its loop is held up for milliseconds; an attachment
+of a large pool on a GPU, which maps it, is what takes longest. When they are over the worker's load fails."""
 
 
 class CopyEngineClient:
@@ -54,7 +59,7 @@ class CopyEngineClient:
         model: str,
         dtype: Dtype,
         hf_overrides: str = "{}",
-        deadline_s: float = 120.0,
+        deadline_s: float = LOAD_SILENCE_S,
         on_progress: Callable[[LoadProgress], None] = lambda _: None,
         load_format: LoadFormat = "auto",
         expert_activations: ExpertActivations = "plain",

@@ -28,7 +28,8 @@ from copyengine.wire.logs import Log
 
 T = TypeVar("T")
 DETACH_S = 2.0
-"""Seconds that a worker's copies in flight may take to end before it is detached without them."""
+"""Seconds that a worker's copies in flight may take to end before it is detached without them: those of 128 experts of
+3 MB take 8 ms. Memory that a copy may still write to is not unmapped, but lost until the process ends."""
 
 STOP_S = 4.0
 """Seconds that `stop` waits for the thread, and the thread for all copies in flight. The process ends without them."""

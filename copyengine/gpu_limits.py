@@ -25,12 +25,16 @@ MAX_HIDDEN = 16_384
 """H, of kernels.norm."""
 
 MAX_HEAD_DIM = 256
+"""D, of kernels.attention."""
+
 MAX_HEADS_PER_KV_HEAD = 32
 """Of kernels.attention."""
 
 MAX_LATENT_RANK = 512
+"""R, of kernels.latent_attention."""
+
 MAX_LATENT_ROPE = 64
-"""R and P, of kernels.latent_attention."""
+"""P, of kernels.latent_attention."""
 
 MAX_DELTA_DIM = 128
 """Dk and Dv, of kernels.gated_delta."""

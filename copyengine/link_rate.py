@@ -14,7 +14,10 @@ BUFFER_NBYTES = 64 << 20
 """Far more than caches hold."""
 
 PIECE_NBYTES = 4 << 20
+"""Bytes of one copy, as of one expert: the rate of copies that are large."""
+
 MEASURED_S = 0.1
+"""Seconds of copying at least: short beside a start, and long beside one copy."""
 
 
 class LinkRate(Struct, frozen=True):

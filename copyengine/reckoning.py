@@ -37,9 +37,13 @@ AUTO_SLOT_SHARE = 4
 """On the host an automatic pool holds one expert in this many."""
 
 AUTO_KV_SEQUENCES = 4
+"""Automatic KV: so many sequences of full length ..."""
+
 AUTO_KV_TOKENS = 65536
+"""... but no more tokens than this, where models of a million would take all memory ..."""
+
 AUTO_KV_SHARE = 4
-"""Automatic KV: this many sequences of full length, capped in tokens, and at one part in this many of what is free."""
+"""... nor more than one part in this many of what is free."""
 
 
 def reckon(spec: ModelSpec, dtype: str, record_nbytes: int, available_nbytes: int, wanted: Wanted) -> Budget:

@@ -5,7 +5,11 @@ import threading
 import time
 
 MIN_NAP_S = 50e-6
+"""The shortest sleep: the system makes 105 µs of it, and of a shorter one no less."""
+
 MAX_NAP_S = 5e-3
+"""The longest sleep, and so what a poll is late at most: less than a hundredth of what it has waited by then."""
+
 YIELD_S = 100e-6
 """A wait shorter than this only yields the core; a nap of 50 µs takes about 105 µs on Linux."""
 

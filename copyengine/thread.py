@@ -17,7 +17,7 @@ from copyengine.wire.logs import Log
 from copyengine.wire.loop import run
 
 START_S = 10.0
-"""Seconds that the thread may take to bind its socket."""
+"""Seconds that the thread may take to bind its socket, which takes milliseconds; then the worker's start is refused."""
 
 STOP_S = 8.0
 """Seconds that it may take to end: what its copy loop and its loader may take, and a little more."""

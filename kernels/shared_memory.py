@@ -5,6 +5,7 @@ import functools
 import torch
 
 H200_NBYTES = 227 * 1024
+"""What a program may have on an H200: tiles of the interpreter are that GPU's."""
 
 
 @functools.cache

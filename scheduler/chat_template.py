@@ -14,6 +14,7 @@ MAX_SOURCE_CHARS = 1_000_000
 """Of a template; the longest of those that the tests have is of some 20,000. Compiling takes a second for so many."""
 
 MAX_REASON_CHARS = 500
+"""Of what jinja says is wrong: it may quote the chat, which would come back whole."""
 
 _GOES_ON = "<<here the answer goes on>> "
 """Written behind a message that is to be continued, and cut off again: its blank shows whether the template trims."""

@@ -36,7 +36,7 @@ EVERY_S = 30.0
 """Seconds between two writings while the engine runs: what a killed one loses at most."""
 
 ANSWER_S = 30.0
-"""Seconds that workers have for their figures, which they give between two steps."""
+"""Seconds that workers have for their figures, which they give between two steps: the time between two writings."""
 
 LAST_ANSWER_S = 2.0
 """The same when the engine stops: the process has STOP_GRACE_S in all."""

@@ -9,6 +9,7 @@ from copyengine.placement import CopyEngineChoice, DeviceChoice
 from copyengine.protocol import ExpertActivations, LoadFormat
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
+from copyengine.wire.restarts import DRAIN_TIMEOUT_S
 from scheduler.http.config import (
     DEFAULT_BODY_NBYTES,
     DEFAULT_HTTP_HOST,
@@ -29,6 +30,10 @@ MOST_BYTES = 2**48 - 1
 """Of memory, likewise."""
 
 DEFAULT_PORT = 5757
+
+DEFAULT_READY_TIMEOUT_S = 120.0
+"""Without progress: pinning of a large bank, or kernels that are compiled for the first time, say nothing for up to a
+minute. Fewer would refuse good starts, more only say later that a disk or a driver hangs."""
 
 DEFAULT_WATCHDOG_S = 20.0
 """Longer than an event loop is held up by anything that is well: 0.9 s by the largest tokenizer's grammars, 0.6 s by
@@ -138,7 +143,7 @@ class ServingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     log_level: Annotated[LogLevel, Meta(description="least severe log lines to show")] = "info"
     ready_timeout_s: Annotated[
         float, Meta(gt=0, le=86400, description="seconds without progress after which a start is given up")
-    ] = 120.0
+    ] = DEFAULT_READY_TIMEOUT_S
 
 
 class SchedulerConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,4 +182,8 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             "is killed and started anew; 0: for ever, as under a debugger",
         ),
     ] = DEFAULT_WATCHDOG_S
+    drain_timeout_s: Annotated[
+        float,
+        Meta(ge=0, le=86400, description="seconds that running requests may take to finish after SIGTERM"),
+    ] = DRAIN_TIMEOUT_S
     prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None

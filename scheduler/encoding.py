@@ -13,7 +13,7 @@ ENCODE_S = 60.0
 took 3.9 (2 busy cores of an AMD EPYC, 2026-11)."""
 
 ENCODE_THREADS = 8
-"""Texts that are encoded at a time; others wait."""
+"""Texts that are encoded at a time; others wait. More than cores, for a stuck one keeps its thread for good."""
 
 
 class Encoder:

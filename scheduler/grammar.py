@@ -12,10 +12,11 @@ from scheduler.panics import Panic, caught
 from scheduler.timed_threads import TimedThreads
 
 COMPILE_S = 10.0
-"""Seconds that a grammar may take to compile, its wait for a thread included."""
+"""Seconds that a grammar may take to compile, its wait for a thread included: the largest that may be sent takes some
+hundredths. When they are over the request is refused, as invalid_grammar."""
 
 COMPILE_THREADS = 2
-"""Grammars that are compiled at a time; others wait."""
+"""Grammars that are compiled at a time; others wait. Each may take 100 MB and a core."""
 
 MAX_LEXER_STATES = 50_000
 """Of one grammar, of 1 to 2 kB each by llguidance's word: 100 MB at most, where its own limit would be 500."""

@@ -19,7 +19,9 @@ from worker.protocol import Failed as StepFailed
 from worker.protocol import Loaded, ResidencyReply, RunStep, StepDone
 
 STEP_DEADLINE_S = 600.0
-"""Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes."""
+"""Seconds a step may take; the longest chunk of a large model on a slow CPU takes minutes. A worker whose copies hang
+ends itself after COPY_DEADLINE_S, one whose event loop hangs is killed by --watchdog-s: this is for one that computes
+for ever. When they are over its requests end with an error, and another worker is asked for in its place."""
 
 STEP_CODES = ("device_out_of_memory", "copy_damaged")
 """Of failed steps, those that a client is told; of any other one it learns "worker_failed" and the detail."""

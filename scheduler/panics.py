@@ -11,6 +11,7 @@ NAME = "PanicException"
 """Each such library has a class of its own by that name, which none of them lets us import."""
 
 MAX_REASON_CHARS = 300
+"""Of what a library says as it panics: it may quote the text, which would come back whole."""
 
 
 class Panic(Exception):

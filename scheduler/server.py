@@ -28,7 +28,8 @@ from scheduler.ticket import Service, Tally, Ticket
 from scheduler.validate import SEEDS, check_generate, check_prompt
 
 STOP_NOTICE_S = 0.5
-"""Seconds that requests have to receive their last reply when the process stops."""
+"""Seconds that requests have to receive their last reply when the process stops: they are on loopback, and a second
+signal promises the end within two."""
 
 log = Log(__name__)
 

@@ -26,8 +26,10 @@ ELEMENT = 64
 """What an element of a list counts for: the object with it takes about as many bytes."""
 
 MAX_REPEATED = 1_000_000
+"""What `*` may repeat a sequence to: one operation holds up the whole process."""
+
 MAX_POWER_BITS = 65_536
-"""What `*` may repeat a sequence to, and `**` and `*` raise an integer to: one operation holds up the whole process."""
+"""What `**` and `*` may raise an integer to, for the same reason."""
 
 WIDTH = re.compile(r"\d+")
 NESTED = re.compile(r"\{[^{}]*\{")

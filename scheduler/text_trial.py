@@ -34,6 +34,7 @@ LOOK_S = 0.02
 """Between two looks at how much memory it takes."""
 
 MAX_REASON_CHARS = 2000
+"""Of what the trial says is wrong with a file, for one line at the start."""
 
 PLAIN = ("Hello, world! 12345 (x) = y_z;\n\tnaïve café 日本語 🦊 " * 20, " a\u0301 b  c", "")
 """Texts that every tokenizer must take, but for what it has no token for."""

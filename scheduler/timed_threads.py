@@ -11,7 +11,8 @@ from copyengine.wire.errors import RequestRefused
 T = TypeVar("T")
 
 KEEPALIVE_S = 5.0
-"""Seconds between two looks at whether who waits for a work is still there."""
+"""Seconds between two looks at whether who waits for a work is still there, and between two words to a client whose
+request waits: several of them fit into the client's SILENCE_S."""
 
 
 class TimedThreads:

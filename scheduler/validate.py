@@ -9,12 +9,26 @@ from scheduler.protocol import Generate, Sampling
 from worker.protocol import MAX_LOGPROBS
 
 DEFAULT_MAX_TOKENS = 256
+"""New tokens of a request that does not say: an answer of a paragraph, for who forgets it."""
+
 MAX_STOPS = 64
+"""Strings that may end an answer: each is looked for in every piece of it."""
+
 MAX_STOP_CHARS = 1024
+"""Of such a string: so much text may be held back until it is known to be none."""
+
 MAX_STOP_TOKENS = 1024
+"""Tokens that may end an answer."""
+
 MAX_BIASES = 1024
+"""Tokens with a bias of a request; they travel with each step."""
+
 MAX_BIAS = 100.0
+"""OpenAI's: no other token is drawn with it, or this one never."""
+
 MAX_CHOICES = 128
+"""Answers to one request, and over HTTP to all prompts of one body: OpenAI's. Each is computed by itself."""
+
 SEEDS = 2**63
 MAX_GRAMMAR_CHARS = 1 << 18
 """A schema of 10,000 strings, 240,000 characters, compiled in 30 ms (2 busy cores of an AMD EPYC, 2026-11)."""

@@ -64,6 +64,7 @@ FLAGS = {
     "--log-level": "info",
     "--ready-timeout-s": 120.0,
     "--watchdog-s": 20.0,
+    "--drain-timeout-s": 60.0,
 }
 """Every flag of launch.py and its default."""
 

@@ -33,7 +33,8 @@ from worker.protocol import (
 )
 
 ANSWER_S = 10.0
-"""Seconds within which a worker answers what needs no model."""
+"""Seconds within which a worker answers what needs no model. Its event loop does not compute, so that it is held up by
+imports alone."""
 
 
 class WorkerClient:

@@ -16,7 +16,7 @@ from worker.config import WorkerConfig
 from worker.protocol import Load
 
 DETACH_S = 1.0
-"""Seconds that a farewell may take."""
+"""Seconds that a farewell may take: a copy engine that hangs is not waited for, and drops a dead worker by itself."""
 
 
 class CopyEngineLink:

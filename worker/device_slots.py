@@ -30,6 +30,7 @@ from worker.copy_checks import CopyChecks
 from worker.expert_stats import Traffic, TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
 from worker.layer_rows import LayerRows
+from worker.mailbox import COPY_DEADLINE_S
 from worker.protocol import ExpertStats, LayerTraffic, Mode
 from worker.routing_log import RoutingLog
 from worker.step_device import Allocation, StepDevice, StepStream
@@ -60,7 +61,7 @@ class DeviceSlots:
         geometry: SlotGeometry,
         layout: RecordLayout,
         wake: Callable[[], None],
-        deadline_s: float = 30.0,
+        deadline_s: float = COPY_DEADLINE_S,
         on_release: Callable[[str], None] = lambda _: None,
         on_bytes: OnBytes | None = None,
         input_scales: Sequence[InputScales] = (),

@@ -31,6 +31,7 @@ from worker.expert_stats import MODES, add_figures
 from worker.geometry import SlotGeometry
 from worker.host_memory import zeros_in
 from worker.kv import KvCache
+from worker.mailbox import COPY_DEADLINE_S
 from worker.model import build_model
 from worker.model.moe import Experts
 from worker.model.operations import operations
@@ -56,9 +57,6 @@ from worker.weights import TORCH_DTYPES, load_dense
 
 PROGRESS_S = 0.1
 """Seconds between two progress reports of one phase at least."""
-
-COPY_DEADLINE_S = 30.0
-"""Seconds that a step waits for one query's copies; then the copy engine is taken for dead, and the worker ends."""
 
 OnProgress = Callable[[LoadProgress], None]
 log = Log(__name__)

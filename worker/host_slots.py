@@ -21,7 +21,7 @@ from kernels import admit
 from worker.copy_checks import CopyChecks
 from worker.expert_stats import TrafficCounters, no_traffic
 from worker.geometry import SlotGeometry
-from worker.mailbox import Mailbox
+from worker.mailbox import COPY_DEADLINE_S, Mailbox
 from worker.protocol import ExpertStats, LayerTraffic, Mode
 from worker.routing_log import RoutingLog
 from worker.stream_cursor import StreamCursor
@@ -45,7 +45,7 @@ class ExpertSlots:
         worker: str,
         geometry: SlotGeometry,
         wake: Callable[[], None],
-        deadline_s: float = 30.0,
+        deadline_s: float = COPY_DEADLINE_S,
         on_release: Callable[[str], None] = lambda _: None,
         on_bytes: OnBytes | None = None,
         checks: CopyChecks | None = None,

@@ -12,6 +12,11 @@ from copyengine.wire.errors import CopyFailed, PeerDied, PeerError, PeerTimeout
 RING_CAPACITY = 64
 """Records; a writer that finds the ring full waits for the copy engine to take one."""
 
+COPY_DEADLINE_S = 30.0
+"""Seconds that a step waits for one query's copies, of 128 experts at most: tenths of a second at the slowest link, but
+unpinned ones may have to come back from swap. When they are over the copy engine is taken for dead, and the worker
+ends: a copy that lands later would hit a slot that holds another expert by then."""
+
 
 class Mailbox:
     """Rings queries and waits for them. One thread, except for `release`.

@@ -62,6 +62,7 @@ class Changes(Struct, frozen=True, omit_defaults=True):
 
 
 MAX_LOGPROBS = 20
+"""Likeliest tokens told of each place: OpenAI's. They are found on the device, and travel with each token."""
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):

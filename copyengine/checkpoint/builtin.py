@@ -27,7 +27,8 @@ NEEDED_NBYTES = 115_000_000
 """Free bytes asked for before building; the files take 106.1 MB."""
 
 LOCK_TIMEOUT_S = 120.0
-"""How long to wait for another process that is making the model; it takes a second or two."""
+"""Seconds to wait for another process that is making the model, which takes one or two, on a busy disk more. When they
+are over the start is refused with the lock's path: its owner hangs."""
 
 MANIFEST = "manifest.json"
 

@@ -40,7 +40,11 @@ GLOBAL_SPREAD = 0.25
 BIAS_STD = 0.1
 
 PIECE_NBYTES = 32 << 20
+"""Bytes that one thread makes up at a time: enough that handing them out costs nothing, so few that a load can be
+stopped and shows progress."""
+
 MAX_THREADS = 16
+"""Threads that make weights up, where there are as many cores."""
 
 Bank = NDArray[np.uint8]
 Draw = Callable[[np.random.Generator, NDArray[np.uint8]], None]

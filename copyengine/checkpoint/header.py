@@ -15,8 +15,10 @@ MAX_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
 
 MAX_DIMENSIONS = 16
+"""Of a tensor; checkpoints have four at most. A longer shape is taken for damaged, before it is multiplied out."""
+
 MAX_EXTENT = 2**63 - 1
-"""Beyond these a shape is taken for damaged: multiplying it out would take long."""
+"""Of one dimension, and what 64-bit sizes can say; beyond it a shape is taken for damaged."""
 
 ITEMSIZE = MappingProxyType(
     {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}

@@ -14,6 +14,9 @@ from msgspec import Struct
 from copyengine.checkpoint.keys import show
 from copyengine.checkpoint.spellings import respelt
 
+PATTERNS_KEPT = 1024
+"""Compiled patterns that are kept: those of one checkpoint's configuration are some hundred at most."""
+
 REGULAR = "re:"
 """What compressed-tensors puts before a regular expression."""
 
@@ -54,7 +57,7 @@ def patterns(stated: Sequence[str]) -> Patterns:
     return Patterns(frozenset(others) - set(wild), wild, regular)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=PATTERNS_KEPT)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 

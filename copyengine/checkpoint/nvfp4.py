@@ -14,6 +14,8 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
+"""The greatest number that the type can hold."""
+
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _HALFWAY = tuple((low + high) / 2 for low, high in pairwise(MAGNITUDES))

@@ -26,6 +26,8 @@ OnBytes = Callable[[int], None]
 """Called with the number of bytes just read; from several threads for the experts."""
 
 READER_THREADS = 4
+"""Threads that read a checkpoint at a time: some wait for the disk while others convert."""
+
 BATCH_NBYTES = 32 << 20
 """What one thread reads before it takes up the next piece of work."""
 

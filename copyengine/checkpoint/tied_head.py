@@ -7,6 +7,7 @@ from copyengine.checkpoint.model import Model
 from copyengine.wire.logs import Log
 
 PIECE_NBYTES = 32 << 20
+"""Bytes that are compared at a time, so that two matrices of GB take no memory to speak of."""
 
 log = Log(__name__)
 

@@ -19,9 +19,11 @@ from copyengine.wire.errors import ConfigError, CopyFailed, PeerDied, WireError
 from copyengine.wire.logs import Log
 
 BANK_THREADS = 2
+"""Threads that pin banks at a time, and ..."""
+
 TOUCH_THREADS = 8
-"""How banks are pinned: 27 GB/s like this, 2.0-2.7 by cuMemHostAlloc, copied equally fast from (H200, 16 cores,
-2026-11, tests/bench/results/nvidia-h200_202611_pinning.md)."""
+"""... that touch their pages before: 27 GB/s like this, 2.0-2.7 by cuMemHostAlloc, copied equally fast from (H200, 16
+cores, 2026-11, tests/bench/results/nvidia-h200_202611_pinning.md)."""
 
 
 log = Log(__name__)

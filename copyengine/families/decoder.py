@@ -10,6 +10,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 """Element types a checkpoint may have."""
 
 MAX_LAYERS = 4096
+"""Beyond these a config.json is taken for damaged: the largest models have some hundred, and each is an object."""
+
 MAX_EXPERTS = 65536
 """Beyond these a config.json is taken for damaged."""
 

@@ -16,6 +16,13 @@ from msgspec import Struct
 
 from copyengine.wire.lifecycle import STOP_GRACE_S, Event, Peer, order_line, parse_event
 
+KILLED_S = 10.0
+"""Seconds that the system may take to end a process that was killed: it gives back pinned memory and a GPU's context
+first. One that hangs in a driver is left to the system, so that our own end does not hang, too."""
+
+STUCK = -9
+"""Its exit code then, which it will have."""
+
 
 class Said(Struct, frozen=True):
     """Child `name` reported `event`."""
@@ -101,10 +108,16 @@ class Child:
         try:
             code = self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+            code = self._killed()
         self._reader.join(grace_s)
         return code
+
+    def _killed(self) -> int:
+        self._process.kill()
+        try:
+            return self._process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            return STUCK
 
     def kill(self) -> None:
         """End it the hard way; `stop` still has to be called."""

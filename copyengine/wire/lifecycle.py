@@ -28,7 +28,8 @@ LINE_NBYTES = 4096
 """A longer line on standard input is no order."""
 
 STOP_GRACE_S = 5.0
-"""Seconds a process may take to end after its parent is gone before it ends itself the hard way."""
+"""Seconds a process may take to end when it is told to, or its parent is gone, before it is ended the hard way: a
+worker's last step and the freeing of its memory have 2 s each. Fewer would leave pinned memory to the system."""
 
 
 class Listening(Struct, frozen=True, tag=True):

@@ -21,6 +21,10 @@ from copyengine.wire.deaths import DeathCount, how_it_ended
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError, from_code
 from copyengine.wire.lifecycle import EXIT_PEER, Joined, Listening, Peer, PeerLost, Progress, Ready, StartFailed
 
+DRAIN_TIMEOUT_S = 60.0
+"""Seconds running requests may take to finish after SIGTERM, unless --drain-timeout-s says so: what supervisors of
+services grant before they kill is of that order. What runs then ends with an error, and the exit code is 1."""
+
 
 class Role(Struct, frozen=True):
     """One process of the run.
@@ -44,13 +48,14 @@ class Role(Struct, frozen=True):
 
 class Patience(Struct, frozen=True):
     """Seconds until something is given up. `serve_s` begins anew with every Progress, and is set by flag `knob`. Who
-    serves has `answer_s` to say that it is alive; 0: for ever."""
+    serves has `answer_s` to say that it is alive; 0: for ever. Running requests have `drain_s` to finish in a drain."""
 
     listen_s: float
     serve_s: float
     end_s: float
     knob: str
     answer_s: float = 0.0
+    drain_s: float = DRAIN_TIMEOUT_S
 
 
 class Start(Struct, frozen=True):

@@ -38,6 +38,8 @@ K = TypeVar("K")
 log = Log(__name__)
 
 CALL_NBYTES = 8
+"""Of a call's number, with which each of its replies begins."""
+
 REPLY_GRACE_S = 0.2
 """From the last reply to the closing of the server's socket at least: a client drops what it has not read by then."""
 
@@ -46,8 +48,13 @@ MORE, LAST = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
 
 LOOPBACK = re.compile(r"inproc://.|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)$")
 
+LINGER_MS = 1000
+"""Milliseconds that a closed server's socket keeps replies which are on their way; a client that reads has them in one.
+The end of the process waits so long for one that does not."""
+
 SEND_QUEUE_REPLIES = 1000
-"""Replies that wait for one slow client at most (ZMQ_SNDHWM); beyond it, `Call.send` raises PeerDied."""
+"""Replies that wait for one slow client at most (ZMQ_SNDHWM): thirty seconds of one fast answer, some hundred kB.
+Beyond it `Call.send` raises PeerDied, and the request ends as if the client had left."""
 
 SEND_BUFFER_NBYTES = 256 * 2**10
 """That the system may hold of replies to one client beside those. Linux would let it grow to 4 MiB, which is 50,000
@@ -57,6 +64,7 @@ FINAL_PATIENCE_S = 30.0
 """Seconds that a final reply waits for room among those: as long as a client takes silence for patience."""
 
 FINAL_RETRY_S = 0.1
+"""Seconds between two tries to send it: a client that reads again has its end this late at most."""
 
 READ_AT_ONCE = 64
 """Replies that a client takes before others on its event loop have a turn."""
@@ -118,7 +126,7 @@ class RpcServer(Generic[Req, Rep]):
         # Sends at once: a future for each reply takes longer than the reply.
         self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self._looking = False
-        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_REPLIES)
         self._socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_NBYTES)

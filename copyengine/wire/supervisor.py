@@ -17,9 +17,6 @@ from copyengine.wire.watchdog import OwnTime, Watchdog
 POLL_S = 0.25
 """Seconds after which a signal is seen at the latest."""
 
-DRAIN_TIMEOUT_S = 60.0
-"""Seconds running requests may take to finish after SIGTERM."""
-
 STOP_ALL_S = 8.0
 """Seconds in which all have ended when told to, the last by force: more than one hangs seldom, and each has
 STOP_GRACE_S at most."""
@@ -55,6 +52,7 @@ class Supervisor:
         self._hurried = False  # a second signal has said that not even that is waited for
         self._now_s = OwnTime()
         self._watchdog = Watchdog(patience.answer_s)
+        self._drain_s = patience.drain_s
         self._order = [role.name for role in roles]
         self._restarts = Restarts(roles, patience)
         self._command = command
@@ -171,10 +169,10 @@ class Supervisor:
         self._say("drain", "finishing running requests; a second signal stops at once")
         for name in takers:
             self._children[name].drain()
-        draining, end_s = Draining(takers), self._now_s() + DRAIN_TIMEOUT_S
+        draining, end_s = Draining(takers), self._now_s() + self._drain_s
         while not draining.over:
             if self._now_s() >= end_s:
-                self._say("drain_late", f"error: requests still running after {DRAIN_TIMEOUT_S:g} s")
+                self._say("drain_late", f"error: requests still running after {self._drain_s:g} s (--drain-timeout-s)")
                 return 1
             if (notice := self._next()) is not None:
                 self._take_in_drain(draining, notice)

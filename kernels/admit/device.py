@@ -8,8 +8,14 @@ from torch import Tensor
 from kernels.admit.state import ABSENT, AdmissionState
 
 MAX_EXPERTS = 4096
+"""E: one program looks at all of a layer at once."""
+
 MAX_SLOTS = 32768
+"""S: one program sorts all slots at once."""
+
 MAX_PAIRS = 128
+"""Of one record of the ring: a query's experts (copyengine.protocol.MAX_QUERY)."""
+
 SPIN_LIMIT = 1 << 24
 """Looks at a full ring before giving up: over PCIe one takes a microsecond or two, so this is half a minute at most."""
 

@@ -20,6 +20,7 @@ LEAST_SHARE = 256
 MAX_GROUP = 32
 """Query heads of a kv head."""
 MAX_HEAD_DIM = 256
+"""D: what was compiled and fits into shared memory."""
 
 
 class Tile(NamedTuple):

@@ -8,6 +8,7 @@ from kernels.moe_align import ref
 from kernels.moe_align.cost import DEFAULT, Backend
 
 MAX_EXPERTS_ON_DEVICE = 4096
+"""E: one program counts all of them at once."""
 
 
 class Alignment(NamedTuple):

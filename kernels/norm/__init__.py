@@ -5,6 +5,7 @@ import torch
 from kernels.norm import ref
 
 MAX_WIDTH_ON_DEVICE = 16384
+"""H: one program holds a row in registers."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:

@@ -8,6 +8,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0..7; bit 3 is the sign."""
 
 E4M3_MAX = 448.0
+"""The greatest number that the type can hold."""
 
 E8M0_BIAS = 127
 E8M0_MAX = 254

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 MAX_VOCAB_ON_DEVICE = 2**20
+"""V: what ranks and bands are counted in."""
 
 
 class RowSampling(NamedTuple):

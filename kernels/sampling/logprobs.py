@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 
 MAX_VOCAB = 2**31
+"""V: token ids are int32."""
+
 FIXED_PART = 4096
 """Logits that are summed at a time where the order of sums is fixed."""
 

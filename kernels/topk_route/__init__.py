@@ -5,7 +5,10 @@ import torch
 from kernels.topk_route import grouped_ref, ref
 
 MAX_EXPERTS_ON_DEVICE = 4096
+"""E: one program holds a row of logits."""
+
 MAX_K_ON_DEVICE = 32
+"""K: the likeliest are found one after the other."""
 
 
 def topk_route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:

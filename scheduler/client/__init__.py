@@ -57,7 +57,8 @@ __all__ = [
 
 DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 ANSWER_S = 5.0
-"""Seconds within which the scheduler answers what needs no model."""
+"""Seconds within which the scheduler answers what needs no model: its loop is held up for 0.9 s at most. Shorter than
+the watchdog's patience, so that a client hears of a hang before the restart."""
 
 FLUSH_S = 60.0
 """The same for a flush, which waits for a step that is out, of requests whose clients have left: with a long chunk on a

@@ -10,6 +10,7 @@ from scheduler.http.front import Route
 from scheduler.http.listening import is_loopback
 
 MAX_SHOWN_CHARS = 100
+"""Of a header that is quoted in the refusal of its request."""
 
 
 class Access:

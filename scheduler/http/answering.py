@@ -15,7 +15,8 @@ from scheduler.client import Answer, Client
 from scheduler.protocol import Choice, Finished, Logprobs, Sampling, Tokens, Usage
 
 MAX_WAITING_TOKENS = 8192
-"""Tokens of one HTTP request that wait for a client that reads slowly; with one more it is given up."""
+"""Tokens of one HTTP request that wait for a client that reads slowly, minutes of a fast answer, some hundred kB; with
+one more it is given up. Fewer would end who only pauses for a moment while a whole batch's answers arrive."""
 
 
 class Prompt(Struct, frozen=True):

@@ -14,10 +14,11 @@ from scheduler.http.answering import Answering, End, Piece, Prompt
 from scheduler.http.errors import invalid, unsupported
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.limits import Choices, MaxTokens, TopLogprobs
-from scheduler.http.sampling_fields import MAX_CHOICES, SamplingFields, sampling_of
+from scheduler.http.sampling_fields import SamplingFields, sampling_of
 from scheduler.http.sse import DONE, EventStream, event
 from scheduler.http.usage import StreamUsage, UsageReply, usage_reply
 from scheduler.protocol import Logprobs
+from scheduler.validate import MAX_CHOICES
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

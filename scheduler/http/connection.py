@@ -20,20 +20,26 @@ OPEN_FILES = 1024
 """Files and sockets that the process must be allowed to have."""
 
 HEADERS_S = 30.0
-"""Seconds within which a request's headers must have arrived, from the connection or from their first byte on."""
+"""Seconds within which a request's headers must have arrived, from the connection or from their first byte on. One that
+sends them byte by byte holds a place of MAX_CONNECTIONS no longer; a slow link needs a second."""
 
 MAX_HEADERS_NBYTES = 64 * 2**10
+"""Of one request's line and headers, held until they are complete; more is refused with 431. Cookies of a browser take
+some kB."""
 
 KEEP_ALIVE_S = 30
-"""Seconds that a connection without a request is kept."""
+"""Seconds that a connection without a request is kept: clients that ask again within them need no new one. It costs a
+file of OPEN_FILES meanwhile."""
 
 UNREAD_S = 30.0
-"""Seconds after which a connection is ended if of the answer's last bytes fewer than UNREAD_NBYTES were read."""
+"""Seconds after which a connection is ended if of the answer's last bytes fewer than UNREAD_NBYTES were read: nobody
+reads there any more, and what is unread takes memory."""
 
 UNREAD_NBYTES = 64 * 2**10
+"""What a client has to read in UNREAD_S, 2 kB a second, for its connection to be kept."""
 
 WATCH_S = 5.0
-"""How often a connection's limits of time are looked at."""
+"""How often a connection's limits of time are looked at, and by how much each is overrun at most."""
 
 
 class Connection(HttpToolsProtocol):

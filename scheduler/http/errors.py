@@ -22,8 +22,10 @@ Kind = Literal[
 ]
 
 RETRY_QUEUE_S = 1
+"""Retry-After of a queue that is full, in seconds: a place is free again within a few steps."""
+
 RETRY_START_S = 5
-"""Retry-After, in seconds: of a queue that is full, of an engine that loads or restarts."""
+"""Of an engine that loads or restarts: a small model is back by then, of a large one the client asks some times."""
 
 
 MAX_MESSAGE_CHARS, MAX_NAME_CHARS = 2000, 200

@@ -17,6 +17,7 @@ KEEPALIVE_IDLE_S = 60
 """Seconds of silence after which the system asks whether a client's machine is still there."""
 
 MAX_KEY_NBYTES = 4096
+"""Of the file that --api-key names: a longer one is another file, such as a log that grows."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:

@@ -12,7 +12,8 @@ from starlette.types import Receive
 from scheduler.http.errors import ApiError, invalid, malformed
 
 BODY_S = 120.0
-"""Seconds that a body may take to arrive."""
+"""Seconds that a body may take to arrive: 8 MiB over half a megabit a second. One that comes drop by drop holds its
+part of BODIES_AT_A_TIME so long at most; then it is refused with 408."""
 
 LINGER_S = 2.0
 """Seconds for which what a client still sends is taken after an early refusal, so that it reads the refusal: a

@@ -21,10 +21,7 @@ from scheduler.http.limits import (
     TopP,
 )
 from scheduler.protocol import Sampling
-from scheduler.validate import SEEDS
-
-MAX_CHOICES = 128
-"""Answers that one HTTP request may ask for, over all of its prompts."""
+from scheduler.validate import MAX_CHOICES, SEEDS
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,8 @@ from starlette.types import ASGIApp
 from scheduler.http.connection import KEEP_ALIVE_S, Connection, allow_open_files
 
 STOP_NOTICE_S = 1
-"""Seconds that answers have to end when the process stops, and then connections."""
+"""Seconds that answers have to end when the process stops, and then connections: their last events are on their way
+by then, and with both there is time left of STOP_GRACE_S."""
 
 
 class HttpServer(uvicorn.Server):

@@ -6,5 +6,5 @@ import worker.engine
 from worker.__main__ import main
 
 if __name__ == "__main__":
-    worker.engine.COPY_DEADLINE_S = 2.0
+    worker.engine.COPY_DEADLINE_S = 2.0  # type: ignore[attr-defined]
     sys.exit(main())

@@ -28,6 +28,7 @@ ROLES = (
     Role("http", calls=("scheduler",), takes_requests=True, spare=True),
 )
 PATIENCE = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience")
+BRIEF = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience", drain_s=1.0)
 WATCHFUL = Patience(listen_s=30, serve_s=30, end_s=0.5, knob="--patience", answer_s=1.0)
 
 
@@ -148,12 +149,11 @@ def test_a_drain_ends_with_the_last_request() -> None:
 
 
 @pytest.mark.parametrize("late", ["scheduler", "http"])
-def test_a_drain_waits_for_all_who_take_requests(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
-    with running(PATIENCE, **{late: "busy"}) as run:
+def test_a_drain_waits_for_all_who_take_requests(late: str) -> None:
+    with running(BRIEF, **{late: "busy"}) as run:
         run.tell("SIGTERM")
         assert run.end() == 1
-        assert run.said[1:] == ["error: requests still running after 1 s"]
+        assert run.said[1:] == ["error: requests still running after 1 s (--drain-timeout-s)"]
 
 
 def test_a_drain_with_nobody_to_drain_ends_at_once() -> None:
@@ -188,10 +188,9 @@ def test_a_second_signal_ends_a_drain() -> None:
         assert run.end() == 0
 
 
-def test_a_death_in_a_drain_is_said_and_starts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_in_a_drain_is_said_and_starts_nobody() -> None:
     """The requests of others run on until the drain's own end, here its deadline, and the exit code tells."""
-    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
-    with running(scheduler="busy") as run:
+    with running(BRIEF, scheduler="busy") as run:
         worker = run.process("worker")
         run.tell("SIGTERM")
         run.until(lambda: bool(run.said))
@@ -199,7 +198,7 @@ def test_a_death_in_a_drain_is_said_and_starts_nobody(monkeypatch: pytest.Monkey
         assert run.end() == 1
         assert run.said[1:] == [
             "error: worker was killed by SIGKILL while draining",
-            "error: requests still running after 1 s",
+            "error: requests still running after 1 s (--drain-timeout-s)",
         ]
 
 

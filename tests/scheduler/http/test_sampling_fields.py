@@ -5,8 +5,9 @@ import pytest
 
 from scheduler.http.default_sampling import DefaultSampling
 from scheduler.http.errors import ApiError
-from scheduler.http.sampling_fields import MAX_CHOICES, SamplingFields, sampling_of
+from scheduler.http.sampling_fields import SamplingFields, sampling_of
 from scheduler.protocol import Sampling
+from scheduler.validate import MAX_CHOICES
 
 
 def sampling(text: str, prompts: int = 1) -> Sampling:
