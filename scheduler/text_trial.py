@@ -5,7 +5,6 @@ them take all memory there is, never return, or fall over. What does so here cos
 """
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 from copyengine.checkpoint.directory import read_config
 from copyengine.wire.errors import ConfigError, RequestRefused
 from copyengine.wire.lifecycle import EXIT_CONFIG
+from copyengine.wire.logs import Log
 from scheduler.chat_template import ChatTemplate
 from scheduler.panics import Panic
 from scheduler.tokenize import FILES, TextCodec, load_text_codec
@@ -50,7 +50,7 @@ _TURNS = [{"role": role, "content": "x y"} for role in ("user", "assistant")] * 
 CHATS = (_TURNS[:1], [{"role": "system", "content": "s"}, *_TURNS, _TURNS[0]])
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class TextTrial:
@@ -140,7 +140,7 @@ def _try_chat(codec: TextCodec, template: ChatTemplate, chat: Sequence[Any], too
                 f"{template.origin}: the chat template takes too much over a chat of {len(chat)} short messages: "
                 f"{refused.__cause__}"
             ) from None
-        log.info("the chat template refuses a chat: %s", refused)
+        log.info("template_objects", code=refused.code)
 
 
 def _try_growth(codec: TextCodec, path: Path) -> None:
