@@ -199,7 +199,7 @@ def _try_grammars(codec: TextCodec, vocab_size: int, directory: Path) -> None:
     except ValueError as error:
         if isinstance(error.__cause__, Panic):
             raise ConfigError(f"{directory / 'tokenizer.json'}: llguidance fails over it: {error}") from None
-        log.info("%s", error)  # it knows no such tokenizer: the start says so
+        log.info("texts_refused", detail=str(error))  # it knows no such tokenizer: the start says so
 
 
 def main(argv: Sequence[str]) -> int:

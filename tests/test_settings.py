@@ -163,6 +163,7 @@ ENDLESS = {
     "scheduler/http/app.py: working.result()": "it is done",
     "scheduler/timed_threads.py: working.result()": "it is done",
     "worker/engine.py: self._windows.get()": "the queue is not empty, and nobody else takes from it",
+    "kernels/online_softmax.py: tile.result()": "no wait: what a sum comes to",
     # threads
     "copyengine/checkpoint/reader.py: unused.get()": "there are as many as threads",
     "copyengine/copier.py: self._wake.wait()": "an idle copy loop, woken by a step, a call and the stop",
