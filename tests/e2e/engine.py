@@ -68,6 +68,12 @@ class Engine:
         assert found, self.text()
         return found.group()
 
+    @property
+    def workers(self) -> int:
+        """How many it was started with."""
+        flags = [str(flag) for flag in self.process.args] if isinstance(self.process.args, list) else []
+        return int(flags[flags.index("--workers") + 1]) if "--workers" in flags else 1
+
     def fact(self, name: str) -> str:
         """The Ready block's line called `name`."""
         return next(line for line in self.output if line.startswith(f"  {name} "))[2 + len(name) :].strip()

@@ -14,21 +14,33 @@ import pytest
 
 from copyengine.device import ledger
 from copyengine.wire.deaths import MOST_DEATHS
-from copyengine.wire.errors import PeerDied, RequestRefused, SlotstreamError
+from copyengine.wire.errors import RequestRefused
 from scheduler.client import Client
 from scheduler.protocol import Sampling
 from tests.e2e.engine import ROOT, Engine, gone, launch_command, running
+from tests.e2e.streams import END_S, LOOK_S, Streams, answers, under_way, until_health
 from tests.e2e.test_lifecycle import segments_of
 from tests.log_lines import events
 
 FLAGS = ("--slots", "64", "--chunked-prefill-size", "256")
-NAMES = ("copyengine", "worker0", "scheduler")
+NAMES = ("copyengine", "worker0", "scheduler", "http")
+VICTIMS = {
+    "worker0": ("worker_failed", "worker_failed"),
+    "copyengine": ("worker_failed", "worker_failed"),
+    "scheduler": ("PeerDied", "engine_gone"),
+    "http": ("", ""),
+}
+"""Who is killed, and how answers end then by ZMQ and by HTTP."""
 PROMPT = list(range(300, 330))
-ENDLESS = 4000
-"""Tokens of an answer that takes far longer than a test."""
 
-END_S = 2.0
-"""Seconds within which a client hears of the end of its request after a process died."""
+NOT_READY_S = 1.0
+"""Seconds within which health says that the engine is not ready."""
+
+READY_S = 5.0
+"""Seconds beyond the time of a load within which it is ready again."""
+
+ROOM = 2.0
+"""What that time is multiplied by: others may load the machine more than they did at the start."""
 
 
 def answer(client: Client, max_tokens: int, prompt: list[int] = PROMPT) -> Awaitable[list[int]]:
@@ -37,33 +49,6 @@ def answer(client: Client, max_tokens: int, prompt: list[int] = PROMPT) -> Await
         return [t async for piece in client.generate(token_ids=prompt, sampling=sampling) for t in piece.token_ids]
 
     return ask()
-
-
-async def begun(client: Client, max_tokens: int) -> tuple["asyncio.Task[list[int]]", "asyncio.Queue[int]"]:
-    """An answer of which the first token is there, and the later tokens as they come."""
-    tokens: asyncio.Queue[int] = asyncio.Queue()
-
-    async def ask() -> list[int]:
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        ids = []
-        async for piece in client.generate(token_ids=PROMPT, sampling=sampling):
-            for token in piece.token_ids:
-                ids.append(token)
-                tokens.put_nowait(token)
-        return ids
-
-    task = asyncio.create_task(ask())
-    await asyncio.wait_for(tokens.get(), 20)
-    return task, tokens
-
-
-async def error_of(task: "asyncio.Task[list[int]]") -> SlotstreamError:
-    """How the answer ends, within END_S from now."""
-    start = time.monotonic()
-    with pytest.raises(SlotstreamError) as ended:
-        await asyncio.wait_for(task, 30)
-    assert time.monotonic() - start < END_S
-    return ended.value
 
 
 @contextmanager
@@ -79,35 +64,83 @@ def nothing_left_of(engine: Engine) -> Iterator[None]:
         probe.bind(("127.0.0.1", port))
 
 
-def test_one_worker_and_each_process_killed_in_the_middle_of_an_answer() -> None:
-    """The answer ends with an error; the next one, after the restart, is what it was before. At last, SIGTERM finds
-    the worker dead."""
-    with running(*FLAGS) as engine:
+def test_one_worker_and_each_process_killed_under_load() -> None:
+    """With eight answers by ZMQ and eight by HTTP, for all of which experts are copied all the time: each that depended
+    on the dead ends with an error, the others go on. Who asks hears that the engine is not ready, and soon that it is;
+    the next answers are what they were before. At last, SIGTERM finds the worker dead."""
+    start_s = time.monotonic()
+    with running(*FLAGS, "--http-port", "0") as engine:
+        load_s = time.monotonic() - start_s
 
         async def session(client: Client) -> None:
-            before = await answer(client, 12)
-            for times, victim in enumerate(NAMES, 1):
-                task, _ = await begun(client, ENDLESS)
-                ran = {name: engine.child(name) for name in NAMES}
-                ran[victim].kill()
-                error = await error_of(task)
-                if victim == "scheduler":
-                    assert isinstance(error, PeerDied)
-                else:
-                    assert isinstance(error, RequestRefused) and error.code == "worker_failed"
-                    await refused_meanwhile(client)
+            before = await answers(engine, client, 8, 8, 12)
+            owned = segments(engine)
+            for times, victim in enumerate(VICTIMS, 1):
+                async with under_way(engine, client) as streams:
+                    ran = {name: engine.child(name) for name in NAMES}
+                    await experts_are_copied(client)
+                    killed_s = time.monotonic()
+                    ran[victim].kill()
+                    if victim == "http":
+                        await the_front_is_gone(streams, killed_s)
+                    else:
+                        await all_end(streams, VICTIMS[victim], killed_s)
+                    if victim in ("worker0", "copyengine"):
+                        await until_health(engine, client, ready=False, timeout_s=NOT_READY_S)
+                        assert time.monotonic() - killed_s < END_S + NOT_READY_S
+                        await refused_meanwhile(client)
+                await until_health(engine, client, ready=True)
+                again_s = time.monotonic() - killed_s
+                assert again_s < ROOM * load_s + READY_S + pause_s(times), (victim, again_s, load_s)
                 await asyncio.to_thread(engine.wait_serving_again, times)
-                assert await answer(client, 12) == before
+                assert await answers(engine, client, 8, 8, 12) == before
                 kept = [name for name in NAMES if engine.child(name) == ran[name]]
-                assert kept == {"copyengine": ["scheduler"]}.get(victim, [name for name in NAMES if name != victim])
+                fallen = {"copyengine": ["copyengine", "worker0"]}.get(victim, [victim])
+                assert kept == [name for name in NAMES if name not in fallen]
+                assert segments(engine) == owned
 
         engine.over(session)
-        assert [line.split(";")[0] for line in deaths(engine)] == [f"{name} was killed by SIGKILL" for name in NAMES]
+        assert [line.split(";")[0] for line in deaths(engine)] == [f"{name} was killed by SIGKILL" for name in VICTIMS]
         with nothing_left_of(engine):
             engine.child("worker0").kill()
-            engine.wait_for(lambda: len(deaths(engine)) == 4)
+            engine.wait_for(lambda: len(deaths(engine)) == len(VICTIMS) + 1)
             assert engine.stop(signal.SIGTERM) == 0
         assert "Traceback" not in engine.text()
+
+
+async def experts_are_copied(client: Client) -> None:
+    """Returns in the middle of one of the steps that copy some."""
+    before = (await client.stats()).decode.copied_nbytes
+    async with asyncio.timeout(30):
+        while (await client.stats()).decode.copied_nbytes == before:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+
+
+async def all_end(streams: Streams, ends: tuple[str, str], killed_s: float) -> None:
+    """By ZMQ and by HTTP with these errors, each within END_S."""
+    await streams.over()
+    assert {stream.end for stream in streams.zmq} == {ends[0]}
+    assert {stream.end for stream in streams.http} == {ends[1]}
+    assert max(stream.ended_s for stream in (*streams.zmq, *streams.http)) - killed_s < END_S
+
+
+async def the_front_is_gone(streams: Streams, killed_s: float) -> None:
+    """HTTP's connections break; ZMQ's clients notice nothing."""
+    async with asyncio.timeout(30):
+        while not all(stream.end for stream in streams.http):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+    assert {stream.end for stream in streams.http} == {"RemoteProtocolError"}
+    assert max(stream.ended_s for stream in streams.http) - killed_s < END_S
+    had = [len(stream.pieces) for stream in streams.zmq]
+    async with asyncio.timeout(30):
+        while any(len(stream.pieces) <= old for stream, old in zip(streams.zmq, had, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+    assert not any(stream.end for stream in streams.zmq)
+
+
+def pause_s(death: int) -> float:
+    """Before what died is started anew: deaths.py's, with room for a front whose deaths are counted apart."""
+    return 2.0 ** (death - 2) if death > 1 else 0.0
 
 
 async def refused_meanwhile(client: Client) -> None:
@@ -119,8 +152,9 @@ async def refused_meanwhile(client: Client) -> None:
 
 
 def segments(engine: Engine) -> dict[str, int]:
-    """How many each process owns."""
-    return {name: len(segments_of([engine.child(name)])) for name in ("copyengine", "worker0", "worker1")}
+    """How many each process owns that owns any."""
+    names = [name for name in ("copyengine", "worker0", "worker1") if name != "worker1" or engine.workers > 1]
+    return {name: len(segments_of([engine.child(name)])) for name in names}
 
 
 def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
@@ -130,17 +164,22 @@ def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
 
         async def session(client: Client) -> None:
             before = await answer(client, 40)
-            both = [await begun(client, 40), await begun(client, 40)]
-            engine.child("worker1").kill()
-            ends = await asyncio.gather(*(task for task, _ in both), return_exceptions=True)
-            died = next(end for end in ends if isinstance(end, BaseException))
-            assert isinstance(died, RequestRefused) and died.code == "worker_failed"
-            assert [end for end in ends if end is not died] == [before]
+            expected = await answers(engine, client, 8, 0, 60)
+            async with under_way(engine, client, 8, 0, 60) as streams:
+                killed_s = time.monotonic()
+                engine.child("worker1").kill()
+                await streams.over()
+            died = [stream for stream in streams.zmq if stream.end != "length"]
+            assert 0 < len(died) < 8 and {stream.end for stream in died} == {"worker_failed"}
+            assert max(stream.ended_s for stream in died) - killed_s < END_S
+            lived = [stream.number for stream in streams.zmq if stream.end == "length"]
+            assert [streams.zmq[i].answer for i in lived] == [expected[i] for i in lived]
             assert await answer(client, 40) == before, "by the other worker, at once or after the restart"
             assert (await client.health()).ready
             await asyncio.to_thread(engine.wait_serving_again, 1)
-            engine.child("scheduler").kill()
-            await asyncio.to_thread(engine.wait_for, lambda: len(deaths(engine)) == 2)
+            scheduler = engine.child("scheduler")
+            scheduler.kill()
+            await asyncio.to_thread(engine.wait_for, lambda: has_another(engine, "scheduler", scheduler))
             engine.child("copyengine").kill()  # the new scheduler was given the workers that end with it
             await asyncio.to_thread(engine.wait_serving_again, 2)
             assert len(deaths(engine)) == 3 and "copyengine, worker0, worker1, scheduler anew" in deaths(engine)[2]
@@ -161,6 +200,14 @@ def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
 
 SHARED = {"copyengine": 8, "worker0": 3, "worker1": 3}
 """One bank for each layer; pool, flags and ring for each worker."""
+
+
+def has_another(engine: Engine, name: str, old: psutil.Process) -> bool:
+    """Whether a process of that name runs that is not `old`."""
+    try:
+        return engine.child(name) != old
+    except AssertionError:
+        return False
 
 
 def deaths(engine: Engine) -> list[str]:

@@ -150,7 +150,7 @@ async def nothing_runs(endpoint: str) -> bool:
         lifecycle.test_prompt_answers_once,
         lifecycle.test_a_taken_port_is_refused_by_its_number,
         lifecycle.test_a_start_that_takes_too_long_names_the_knob,
-        restarts.test_one_worker_and_each_process_killed_in_the_middle_of_an_answer,
+        restarts.test_one_worker_and_each_process_killed_under_load,
         restarts.test_two_workers_share_the_banks_and_do_not_share_a_death,
     ],
 )
