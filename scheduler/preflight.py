@@ -161,10 +161,10 @@ def preflight(config: LaunchConfig, say: Callable[[str], object]) -> Preflight:
     ConfigError if the model or the settings are no good, or the machine has too little of something. `say` hears also
     what was changed from what was asked.
     """
+    check_port(config)  # first: with an engine on it already there may be too little memory as well
     model, placement, plan = inspect(config, say)
     budget = plan.settled(wanted(config, config.workers))
     check_serving(config, model, budget)
-    check_port(config)
     for note in budget.notes:
         say(f"note: {note}")
     return Preflight(model, placement, budget)
