@@ -1,32 +1,37 @@
-"""`python -m copyengine` that halts in the middle of each record that it copies, for whoever ends it there."""
+"""`python -m tests.copyengine.halting_copyengine N FLAGS`: a copy engine that halts for good in the middle of the Nth
+run of bytes that it copies, for whoever ends it there."""
 
 import sys
-import time
+import threading
 from collections.abc import Sequence
 
 from copyengine.__main__ import main
 from copyengine.device import Bank, Memory, Run, Stream
 from copyengine.device.host import HostCopyDevice
-from msgspec.structs import replace
 
-HALT_S = 0.01
-"""Seconds between the two halves of a record."""
-
-_copy = HostCopyDevice.copy
+SHORT_NBYTES = 128
+"""What is missing of the run in which it halts."""
 
 
-def copy_by_halves(
-    self: HostCopyDevice, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]
-) -> None:
-    """See CopyDevice."""
-    for run in runs:
-        half = run.nbytes // 2
-        _copy(self, stream, source, target, [run._replace(nbytes=half)])
-        time.sleep(HALT_S)
-        rest = Run(run.source_offset + half, run.target_offset + half, run.nbytes - half)
-        _copy(self, stream, source, target, [rest])
+class HaltingDevice(HostCopyDevice):
+    """Copies `whole` runs, and one but for its end."""
+
+    whole = 0
+
+    def copy(self, stream: Stream, source: Bank, target: Memory, runs: Sequence[Run]) -> None:
+        """See CopyDevice."""
+        for run in runs:
+            if HaltingDevice.whole == 0:
+                super().copy(
+                    stream, source, target, [Run(run.source_offset, run.target_offset, run.nbytes - SHORT_NBYTES)]
+                )
+                threading.Event().wait()
+            HaltingDevice.whole -= 1
+            super().copy(stream, source, target, [run])
 
 
 if __name__ == "__main__":
-    HostCopyDevice.copy = copy_by_halves  # type: ignore[method-assign]
+    HaltingDevice.whole = int(sys.argv.pop(1)) - 1
+    copyengine_server = sys.modules["copyengine.server"]
+    copyengine_server.HostCopyDevice = HaltingDevice  # type: ignore[attr-defined]
     sys.exit(main())
