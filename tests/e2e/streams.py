@@ -126,7 +126,7 @@ async def under_way(
         asking: list[Awaitable[None]] = [stream.by_zmq(client, max_tokens) for stream in by_zmq]
         asking += [stream.by_http(connection, max_tokens) for stream in by_http]
         tasks = [asyncio.ensure_future(ask) for ask in asking]
-        streams = Streams(by_zmq, by_http, tasks)  # type: ignore[arg-type]
+        streams = Streams(by_zmq, by_http, tasks)
         try:
             await streams.begin()
             yield streams

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -18,6 +19,7 @@ import pytest
 
 from copyengine.checkpoint.quantise import main as quantise
 from copyengine.checkpoint.random_model import Sizes, write_random_model
+from copyengine.wire.watchdog import ASK_S
 from scheduler.client import Client
 from scheduler.last_known import FRESH_S
 from scheduler.protocol import Sampling
@@ -203,6 +205,45 @@ def test_a_process_killed_in_a_step_is_started_anew_and_leaves_no_memory(
     assert all_free_again(before)
     assert psutil.virtual_memory().available > ram - (1 << 30)
 
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["copyengine", "worker0"])
+def test_a_process_stopped_in_a_step_goes_on_and_one_stopped_for_good_is_started_anew(
+    flash_next: Path, victim: str
+) -> None:
+    """For 10 s: the answers under way are what they were before, and nobody dies. For good: the request ends with an
+    error after the watchdog's time, and all serves again with the same text. At last all memory is back."""
+    before = free_nbytes()
+    flags = ("--model", str(flash_next), "--load-format", "dummy", "--slots", "600", "--demand-tokens", "0")
+    with running(*CUDA, *flags, "--watchdog-s", f"{STOPPED_S + 5:g}") as engine:
+        asked = prompts(4096, (500, 300, 200, 100))
+        expected = greedy(engine, asked, 60)
+        stopped = engine.child(victim)
+        with ThreadPoolExecutor() as pool:
+            answers = pool.submit(greedy, engine, asked, 60)
+            time.sleep(0.3)
+            stopped.suspend()
+            time.sleep(STOPPED_S)
+            assert not answers.done()
+            stopped.resume()
+            assert answers.result(120) == expected
+        assert not [line for line in engine.errors if " anew (death " in line] and engine.child(victim) == stopped
+        argv = [sys.executable, "-c", ASK, engine.endpoint]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asking:
+            time.sleep(1.0)
+            stopped.suspend()
+            start_s = time.monotonic()
+            said, _ = asking.communicate(timeout=60)
+            assert time.monotonic() - start_s < STOPPED_S + 5 + ASK_S + 5 and "ended" in said, said
+        engine.wait_for(lambda: any("serving again" in line for line in engine.errors), CUDA_START_TIMEOUT_S)
+        (death,) = [line for line in engine.errors if " anew (death " in line]
+        assert f"{victim} was killed by SIGKILL: it has answered nothing" in death
+        assert greedy(engine, asked, 60) == expected
+    assert all_free_again(before)
+
+
+STOPPED_S = 10.0
+"""Seconds for which a process is stopped that goes on."""
 
 ASK = """
 import asyncio, sys

@@ -1,6 +1,7 @@
 """Processes of a running engine are killed; seen by its clients, and against what the engine answered before."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -158,7 +160,10 @@ def segments(engine: Engine) -> dict[str, int]:
 
 
 def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
-    """Nor does a scheduler that is just started wait for dead workers. And five deaths in a row are given up."""
+    """Nor does a scheduler that is just started wait for dead workers. And five deaths in a row are given up, after
+    pauses before each further start; there are no files then that were not there before."""
+    cache = Path(os.environ["XDG_CACHE_HOME"])
+    files = sorted(cache.rglob("*"))
     with running(*FLAGS, "--workers", "2") as engine:
         assert segments(engine) == SHARED
 
@@ -195,7 +200,10 @@ def test_two_workers_share_the_banks_and_do_not_share_a_death() -> None:
         assert engine.errors[-1] == (
             f"error: given up after {MOST_DEATHS} deaths in a row; the first: worker1 was killed by SIGKILL"
         )
+        paused = ["after a pause of 1 s)", "after a pause of 2 s)", "after a pause of 4 s)"]
+        assert [line.split("; ")[-1] for line in deaths(engine)[1:]] == paused
         assert "Traceback" not in engine.text()
+    assert sorted(cache.rglob("*")) == files
 
 
 SHARED = {"copyengine": 8, "worker0": 3, "worker1": 3}
@@ -205,7 +213,7 @@ SHARED = {"copyengine": 8, "worker0": 3, "worker1": 3}
 def has_another(engine: Engine, name: str, old: psutil.Process) -> bool:
     """Whether a process of that name runs that is not `old`."""
     try:
-        return engine.child(name) != old
+        return bool(engine.child(name) != old)
     except AssertionError:
         return False
 
