@@ -21,9 +21,9 @@ STOP_ALL_S = 8.0
 """Seconds in which all have ended when told to, the last by force: more than one hangs seldom, and each has
 STOP_GRACE_S at most."""
 
-HURRY_S = 1.5
-"""The same after a second signal, of which whoever gave it expects an end in two seconds. Requests are told within half
-a second (scheduler/server.py); what a step takes longer is cut off."""
+HURRY_S = 1.2
+"""The same after a second signal, of which whoever gave it expects an end in two seconds: the launcher's own end is
+among them. Requests are told within half a second (scheduler/server.py); what a step takes longer is cut off."""
 
 
 class Command(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq.asyncio
 
 from copyengine.device import ledger
 from copyengine.wire.deaths import MOST_DEATHS
@@ -23,6 +24,7 @@ from tests.e2e.engine import ROOT, Engine, gone, launch_command, running
 from tests.e2e.streams import END_S, LOOK_S, Streams, answers, under_way, until_health
 from tests.e2e.test_lifecycle import segments_of
 from tests.log_lines import events
+from worker.client import WorkerClient
 
 FLAGS = ("--slots", "64", "--chunked-prefill-size", "256")
 NAMES = ("copyengine", "worker0", "scheduler", "http")
@@ -53,6 +55,24 @@ def answer(client: Client, max_tokens: int, prompt: list[int] = PROMPT) -> Await
     return ask()
 
 
+async def begun(client: Client, max_tokens: int) -> tuple["asyncio.Task[list[int]]", "asyncio.Queue[int]"]:
+    """An answer of which the first token is there, and the later tokens as they come."""
+    tokens: asyncio.Queue[int] = asyncio.Queue()
+
+    async def ask() -> list[int]:
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        ids = []
+        async for piece in client.generate(token_ids=PROMPT, sampling=sampling):
+            for token in piece.token_ids:
+                ids.append(token)
+                tokens.put_nowait(token)
+        return ids
+
+    task = asyncio.create_task(ask())
+    await asyncio.wait_for(tokens.get(), 20)
+    return task, tokens
+
+
 @contextmanager
 def nothing_left_of(engine: Engine) -> Iterator[None]:
     """Whatever runs now, ran before or is started inside has ended afterwards, and its memory and port are free."""
@@ -69,9 +89,10 @@ def nothing_left_of(engine: Engine) -> Iterator[None]:
 def test_one_worker_and_each_process_killed_under_load() -> None:
     """With eight answers by ZMQ and eight by HTTP, for all of which experts are copied all the time: each that depended
     on the dead ends with an error, the others go on. Who asks hears that the engine is not ready, and soon that it is;
-    the next answers are what they were before. At last, SIGTERM finds the worker dead."""
+    the next answers are what they were before, and the experts in slots what was loaded. At last, SIGTERM finds the
+    worker dead."""
     start_s = time.monotonic()
-    with running(*FLAGS, "--http-port", "0") as engine:
+    with running(*FLAGS, "--http-port", "0", "--verify-copies") as engine:
         load_s = time.monotonic() - start_s
 
         async def session(client: Client) -> None:
@@ -101,6 +122,7 @@ def test_one_worker_and_each_process_killed_under_load() -> None:
                 fallen = {"copyengine": ["copyengine", "worker0"]}.get(victim, [victim])
                 assert kept == [name for name in NAMES if name not in fallen]
                 assert segments(engine) == owned
+                assert await damaged_slots(engine) == []
 
         engine.over(session)
         assert [line.split(";")[0] for line in deaths(engine)] == [f"{name} was killed by SIGKILL" for name in VICTIMS]
@@ -109,6 +131,20 @@ def test_one_worker_and_each_process_killed_under_load() -> None:
             engine.wait_for(lambda: len(deaths(engine)) == len(VICTIMS) + 1)
             assert engine.stop(signal.SIGTERM) == 0
         assert "Traceback" not in engine.text()
+
+
+async def damaged_slots(engine: Engine) -> list[tuple[int, int]]:
+    """Of the experts in the worker's slots those that are not what was loaded."""
+    (port,) = [one.laddr.port for one in engine.child("worker0").net_connections("tcp") if not one.raddr]
+    context = zmq.asyncio.Context()
+    worker = WorkerClient(context, f"tcp://127.0.0.1:{port}")
+    try:
+        summed = await worker.verify_slots(20)
+    finally:
+        await worker.close()
+        context.term()
+    assert summed.checked
+    return summed.damaged
 
 
 async def experts_are_copied(client: Client) -> None:
