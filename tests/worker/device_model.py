@@ -20,6 +20,7 @@ from worker.geometry import SlotGeometry
 from worker.host_memory import HostMemory, zeros_in
 from worker.kv import KvCache
 from worker.model import build_model
+from worker.model.operations import operations
 from worker.protocol import Mode, RunStep, Sampling, SequenceStep
 from worker.rehearsal import rehearse
 from worker.state import StateSlots
@@ -49,7 +50,12 @@ class Device:
 
 @contextmanager
 def device_model(
-    directory: str, dtype: Dtype, slots: int = 20, graphs: bool = False, in_host_memory: bool = False
+    directory: str,
+    dtype: Dtype,
+    slots: int = 20,
+    graphs: bool = False,
+    in_host_memory: bool = False,
+    deterministic: bool = False,
 ) -> Iterator[Device]:
     """`in_host_memory`: the token embedding and the KV pages are, pinned."""
     checkpoint = open_model(directory)
@@ -61,7 +67,7 @@ def device_model(
         len(spec.moe_layers), moe.experts, record.record_nbytes, slots, 2, min(8, moe.experts), logged_steps=8
     )
     place = on_gpu()
-    with rig_on(place, geometry, record, list(read_banks(checkpoint, record))) as rig:
+    with rig_on(place, geometry, record, list(read_banks(checkpoint, record)), fixed=deterministic) as rig:
         kind, where = TORCH_DTYPES[dtype], place.torch_device
         mapped: list[MappedHostMemory] = []
 
@@ -74,7 +80,7 @@ def device_model(
         kv = KvCache(spec, 64, PAGE_TOKENS, kind, where, zeros_in(allocate) if allocate else None)
         weights = load_dense(checkpoint, dtype, where, lambda _: None, allocate)
         states = StateSlots(spec, STATE_SLOTS, where) if spec.state_nbytes else None
-        model = build_model(spec, weights, kv, rig.slots, states)
+        model = build_model(spec, weights, kv, rig.slots, states, operations(deterministic))
         by_graph = DecodeGraphs(model, where, 8) if graphs else None
         load_kernels(Rehearsal(spec, model, kv, rig.slots, 8, LONGEST, 8))
         yield Device(rig, StepRunner(spec, model, kv, rig.slots, 8, by_graph, states), kv, by_graph)

@@ -139,8 +139,10 @@ class Rig:
         deadline_s: float = 30.0,
         input_scales: Sequence[InputScales] = (),
         verify: bool = False,
+        fixed: bool = False,
     ) -> None:
-        """`records[l]` is the bank of layer l, [E, record_nbytes] uint8. `verify`: as with --verify-copies."""
+        """`records[l]` is the bank of layer l, [E, record_nbytes] uint8. `verify`: as with --verify-copies; `fixed`: as
+        with --deterministic."""
         self.input_scales = input_scales
         self.place = place
         self.geometry = geometry
@@ -160,6 +162,7 @@ class Rig:
             self.released.append,
             input_scales=input_scales,
             checks=CopyChecks(bank_sums(records, lambda _: None), geometry.record_nbytes) if verify else None,
+            fixed=fixed,
         )
         self.banks = []
         for layer, bank in enumerate(records):
