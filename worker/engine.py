@@ -252,14 +252,14 @@ def make_pool(
     record, scales = prepared.record, [InputScales(*pair) for pair in banks.input_scales]
     if len(scales) != (geometry.layers if record.kind.quantised_inputs else 0):
         raise ConfigError(f"the copy engine has input scales of {len(scales)} MoE layers for {record.kind}")
-    checks, fixed = _checks(banks, geometry), TORCH_DTYPES[prepared.dtype] if prepared.deterministic else None
+    checks, fixed = copy_checks(banks, geometry), TORCH_DTYPES[prepared.dtype] if prepared.deterministic else None
     told = (wake, COPY_DEADLINE_S, on_release, progress.add)
     order = PoolOrder(run_id, worker, geometry, record, *told, scales, checks, fixed)
     return Pool(*backend.make_slots(order))
 
 
-def _checks(banks: BanksLoaded, geometry: SlotGeometry) -> CopyChecks | None:
-    """Those of --verify-copies, with which the Load has asked the copy engine for checksums."""
+def copy_checks(banks: BanksLoaded, geometry: SlotGeometry) -> CopyChecks | None:
+    """What a pool's experts must sum to, if the Load has asked the copy engine for checksums: with --verify-copies."""
     if not banks.checksums:
         return None
     return CopyChecks(unpacked(banks.checksums, geometry.layers, geometry.experts), geometry.record_nbytes)

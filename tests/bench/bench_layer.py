@@ -104,7 +104,7 @@ def guarded(work: Callable[[], object]) -> None:
 def rig(options: argparse.Namespace) -> Iterator[Bench]:
     """Everything started, and ended again."""
     backend = CudaBackend(0, local=False)
-    engine = CopyEngine(options.layers)
+    engine = CopyEngine(options.layers, checksums=options.verify_copies)
     try:
         bench = Bench(options, backend, engine)
         try:
@@ -224,6 +224,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--slots", type=int, default=SLOTS)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--check-tokens", type=numbers, default=[1, 16, 128, 1024, 4096])
+    parser.add_argument("--verify-copies", action="store_true", help="what the engine's flag of this name costs")
     parser.add_argument("--profile", action="store_true", help="kernels by time, and one after the other")
     parser.add_argument("--limit-s", type=float, default=230, help="no row is begun after this")
     options = parser.parse_args(argv)

@@ -27,6 +27,7 @@ from tests.bench.flash_next import write_flash_next
 from worker.backend import PoolOrder
 from worker.cuda_backend import CudaBackend
 from worker.device_slots import DeviceSlots
+from worker.engine import copy_checks
 from worker.geometry import SlotGeometry
 from worker.protocol import Mode
 
@@ -49,8 +50,11 @@ class Routing(NamedTuple):
 class CopyEngine:
     """`python -m copyengine` whose banks hold made-up experts, and a client of it on an event loop of its own."""
 
-    def __init__(self, layers: int, device: str = "cuda", small: bool = False) -> None:
-        """`layers` banks in Flash-Next's geometry, or in a small one. Raises what the copy engine answers."""
+    def __init__(self, layers: int, device: str = "cuda", small: bool = False, checksums: bool = False) -> None:
+        """`layers` banks in Flash-Next's geometry, or in a small one. Raises what the copy engine answers.
+
+        With `checksums` its pools verify what is copied.
+        """
         self.run_id = f"bench{secrets.token_hex(4)}"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
@@ -64,7 +68,8 @@ class CopyEngine:
             self._client = self.call(_connect(self._context, endpoint), CALL_S)
             with tempfile.TemporaryDirectory() as directory:
                 sizes = write_flash_next(Path(directory), layers, small=small)
-                loading = self._client.load(directory, "bfloat16", deadline_s=LOAD_S, load_format="dummy")
+                how: dict[str, Any] = {"deadline_s": LOAD_S, "load_format": "dummy", "checksums": checksums}
+                loading = self._client.load(directory, "bfloat16", **how)
                 self.loaded = self.call(loading, LOAD_S)
         except BaseException:
             self._child.stop()
@@ -123,6 +128,7 @@ class Pool:
             COPY_DEADLINE_S,
             self.released.append,
             lambda _: None,
+            checks=copy_checks(engine.loaded, geometry),
         )
         self.slots, _ = backend.make_slots(order)
         self.slots.pool.fill_(0xFF)  # what nobody copies is no number

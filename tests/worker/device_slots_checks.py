@@ -225,9 +225,11 @@ def damaged_copies(copies: LyingCopies, place: Place, cases: Sequence[tuple[int,
             rng = random.Random(fail_at)
             with rig_on(place, geometry, record, banks, verify=verify) as rig:
                 given = [routing(rng, place, EXPERTS, 5, 2, 16)._replace(experts=everything) for _ in range(LAYERS)]
+                few = [routing(rng, place, EXPERTS, 1, 2, 16) for _ in range(LAYERS)]
                 if place.torch_device.type == "cuda":
-                    rehearse(rig, mode, given)
-                step(rig, "demand", [routing(rng, place, EXPERTS, 1, 2, 16) for _ in range(LAYERS)])
+                    for rehearsed, tokens in itertools.product(MODES, (given, few)):
+                        rehearse(rig, rehearsed, tokens)
+                step(rig, "demand", few)
                 copies.fail_at = fail_at
                 if not verify:
                     assert wrong_outputs(rig, mode, given)

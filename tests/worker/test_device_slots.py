@@ -180,14 +180,15 @@ def forget_all(rig: Rig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_nothing_in_a_layer_waits_for_the_device() -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_nothing_in_a_layer_waits_for_the_device(verify: bool) -> None:
     """Counted by torch, which raises at any call that synchronises; once everything is compiled."""
     record = layout("bfloat16", 128, 64)
     place = on_gpu()
     banks = [random_bank(record, 8, torch.bfloat16, seed) for seed in range(checks.LAYERS)]
     rng = random.Random(1)
     geometry = SlotGeometry(checks.LAYERS, 8, record.record_nbytes, 12, 2, 4, logged_steps=6)
-    with rig_on(place, geometry, record, banks) as rig:
+    with rig_on(place, geometry, record, banks, verify=verify) as rig:
         for mode in ("demand", "streamed", "decode"):
             one = [checks.routing(rng, place, 8, 5, 2, 128) for _ in range(checks.LAYERS)]
             chunk = [checks.Routing(g.x.to(torch.bfloat16), g.weights, g.experts) for g in one]
