@@ -340,6 +340,7 @@ def test_a_copy_that_was_not_made_ends_the_step_that_would_compute_with_it(make_
                 assert rig.slots.verify() == [] and rig.slots.checks and rig.slots.checks.steps == turn + 1
             rig.residents()
             tell_a_lie(device, 0)
+            assert rig.slots.checks and bool(why) == (rig.slots.checks.steps == MOST_DAMAGED_STEPS)
             if why:
                 with pytest.raises(PeerDied, match=f"damaged experts in {MOST_DAMAGED_STEPS} steps"):
                     rig.step(mode, routed)
