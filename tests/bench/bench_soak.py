@@ -8,8 +8,8 @@ break off or vanish, some send what must be refused, and now and then far more c
 The marks, of which one that is missed makes the exit code 1:
 - What each client saw, the log's lines of requests and the counters agree exactly, and nothing is held at the end.
 - No control prompt is answered otherwise than at the start (but for near ties, which are counted).
-- No figure surely grows: the 95 % bound of a line fitted through the second half stays under what is allowed
-  (soak_samples.py); files, threads and pages are as before the load.
+- No figure of a process that has lived for ten minutes surely grows: the 95 % bound of a line fitted through the second
+  half stays under what is allowed (soak_samples.py); files and threads are as before the load.
 - The processes together take less than 5 % of a core in the rest.
 """
 

@@ -40,7 +40,7 @@ def test_mixed_load_leaves_nothing_behind_and_adds_up(cache: Any, event_loop: st
 
 
 def series_of(values: list[float]) -> Series:
-    return Series([float(i) for i in range(len(values))], values)
+    return Series([2.0 * i for i in range(len(values))], values)
 
 
 def test_a_line_that_grows_is_found_and_noise_is_not() -> None:
@@ -58,6 +58,7 @@ def test_a_line_that_grows_is_found_and_noise_is_not() -> None:
     assert len(growing({("d", "fds", 4): series_of([10.0] * 400), ("e", "threads", 5): steps})) == 0  # by one alone
     assert growing({("f", "fds", 6): series_of([10.0 + i // 20 for i in range(400)])})
     assert slope(series_of([1.0] * 10)) is None
+    assert not growing({("g", "fds", 7): series_of([10.0 + i for i in range(200)])}), "it has not lived long enough"
     assert set(ALLOWED) >= {"private", "fds", "threads", "shm", "gpu"}
 
 
