@@ -22,7 +22,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty is subtracted as often as they occur and presence_penalty once. Then temperature, 0 being greedy;
     top_k, 0 if off; min_p, which leaves out what is less likely than that share of the likeliest; top_p of the rest.
     seed None draws a fresh one for the request; the same seed draws the same answer, whatever else is served, but for
-    near ties of logits in 16 bits, which a batch of another size may round otherwise.
+    near ties of logits in 16 bits, which a batch of another size may round otherwise without --deterministic.
 
     `logprobs` asks for the log-probability of each token and of so many likeliest ones, 0 included. Of `n` answers,
     answer i is drawn by seed + i; if one fails, all do.

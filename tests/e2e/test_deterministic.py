@@ -177,7 +177,7 @@ def test_without_the_flag_they_part_there_alone_over_thousands_of_tokens(goldens
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "arms"),
     [
