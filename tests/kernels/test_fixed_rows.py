@@ -5,6 +5,7 @@ On the CPU; as equality of bits, for n around a tile's edges, with one thread an
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -185,11 +186,13 @@ def test_rows_of_experts(kind: str) -> None:
 
 
 def test_the_fastest_operations_look_at_more_than_their_row() -> None:
-    """What is tried above can fail: it does for torch's own product and SiLU."""
-    weight = random(61, 300)
+    """What is tried above can fail: it does for torch's own product or SiLU (for which, depends on the processor)."""
+    weight, alike = random(61, 300), 0
     for plain in (partial(functional.linear, weight=weight), functional.silu):
-        with pytest.raises(AssertionError):
+        with suppress(AssertionError):
             expect_rows_alike(random(max(COUNTS), 300), lambda x, plain=plain: (plain(x),))  # type: ignore[misc]
+            alike += 1
+    assert alike < 2
 
 
 def test_matrices_of_experts_are_tried_in_their_shapes() -> None:
