@@ -112,3 +112,23 @@ def test_torch_stays_out_of(top: str) -> None:
 def test_no_file_is_named_for_nothing() -> None:
     names = {part for p in sources() for part in p.relative_to(ROOT).with_suffix("").parts}
     assert not names & {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "code"}
+"""Modules that make code or objects of what they read."""
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_of)
+def test_nothing_runs_what_it_reads(path: Path) -> None:
+    """No pickle in any form, no module of a name that is computed: what a checkpoint or a peer says stays data."""
+    assert not {name.split(".")[0] for name in imports(path)} & RUNS_CODE
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        match node:
+            case ast.Call(func=ast.Name(id="eval" | "exec" | "compile" | "__import__")):
+                raise AssertionError(f"{path}:{node.lineno}")
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
+                raise AssertionError(f"{path}:{node.lineno}")
+            case ast.Call(func=ast.Attribute(attr="import_module"), args=[argument, *_]):
+                assert isinstance(argument, ast.Constant), f"{path}:{node.lineno}"
+            case ast.keyword(arg="allow_pickle" | "trust_remote_code", value=value):
+                assert isinstance(value, ast.Constant) and value.value is False, f"{path}"

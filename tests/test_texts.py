@@ -1,4 +1,4 @@
-"""README and ARCHITECTURE against the tree: the tests they name exist, the commands they give are the ones CI runs."""
+"""README, ARCHITECTURE and SECURITY against the tree: the tests they name exist, the commands are the ones CI runs."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,14 @@ from scheduler.config import LaunchConfig
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+SECURITY = (ROOT / "SECURITY.md").read_text("utf-8")
 
 
 def test_every_test_that_is_named_exists() -> None:
     paths = list((ROOT / "tests").rglob("test_*.py"))
     files = {path.name for path in paths}
     functions = {name for path in paths for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))}
-    named = re.findall(r"`([^`]*)`", README + ARCHITECTURE)
+    named = re.findall(r"`([^`]*)`", README + ARCHITECTURE + SECURITY)
     for name in (name for text in named for name in re.findall(r"\btest_\w+(?:\.py)?", text)):
         assert name in (files if name.endswith(".py") else functions), name
 

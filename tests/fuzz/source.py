@@ -69,7 +69,7 @@ class Source:
 def changed(source: Source, value: Any) -> Any:
     """A copy of a tree of lists and dicts in which a few things are others."""
     root = [copy.deepcopy(value)]
-    for _ in range(source.byte() % (MOST_CHANGES + 1)):
+    for _ in range((source.byte() + 1) % (MOST_CHANGES + 1)):
         _change(source, root)
     return root[0]
 
@@ -87,9 +87,9 @@ def _change(source: Source, root: list[Any]) -> None:
             holder[str(source.nasty())] = holder[key]
         case 3:
             holder[key] = copy.deepcopy(other_holder[other_key])
-        case 4 if isinstance(holder[key], int | float):
-            holder[key] = holder[key] + source.pick((-1, 1, 255, 0.5))
-        case 5:
+        case 4 | 5 if isinstance(holder[key], int | float):
+            holder[key] = holder[key] + source.pick((-1, 1, 8, -8, 255, 0.5))
+        case 6:
             holder[key] = [holder[key]]
         case _:
             holder[key] = source.nasty()

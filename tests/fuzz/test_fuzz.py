@@ -22,7 +22,7 @@ def test_a_named_refusal_or_a_right_answer(name: str) -> None:
     target = importlib.import_module(f"tests.fuzz.{name}")
 
     @settings(max_examples=TARGETS[name], derandomize=True, database=None)
-    @given(st.binary(max_size=200))
+    @given(st.binary(min_size=60, max_size=200))
     def run(data: bytes) -> None:
         target.one_input(data)
 

@@ -41,7 +41,7 @@ def one_input(data: bytes) -> None:
     source = Source(data)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if source.byte() < 160:
+        if source.byte() < 128:
             path = directory / "model.safetensors"
             path.write_bytes(_file(source))
             _compare(path)
@@ -84,13 +84,17 @@ def _check_places(refs: dict[str, TensorRef], file_nbytes: int) -> None:
         end = ref.offset + ref.nbytes
 
 
-def _index(source: Source, directory: Path) -> None:
-    for name in ("one", "two"):
-        text = json.dumps({"a": ENTRY, "b": {**ENTRY, "data_offsets": [16, 32]}}).encode()
-        (directory / f"{name}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + BODY)
+def _index(source: Source, outside: Path) -> None:
+    """Of a directory beside which there are such files too."""
+    directory = outside / "model"
+    directory.mkdir()
+    for place in (outside, directory):
+        for name in ("one", "two"):
+            text = json.dumps({"a": ENTRY, "b": {**ENTRY, "data_offsets": [16, 32]}}).encode()
+            (place / f"{name}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + BODY)
     index = changed(source, INDEX)
     if source.byte() < 96 and isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-        index["weight_map"][str(source.pick(NASTY))] = source.pick([*NAMES, *NASTY])
+        index["weight_map"][source.pick(("a", "b", "c"))] = source.pick([*NAMES, f"{outside}/one.safetensors", *NASTY])
     (directory / "model.safetensors.index.json").write_bytes(as_json(source, index))
     try:
         refs = locate(directory)
