@@ -21,6 +21,10 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 MAX_TEXT_NBYTES = 100_000_000
 """A text file beyond this is taken for damaged."""
 
+MAX_OBJECT_CHARS = 10_000_000
+"""Settings beyond this are taken for damaged: what is made of them takes 26 times as much (99 MB of empty lists
+took 2.6 GB), and the largest, with a quantisation for each of many linears, have some millions."""
+
 
 class _Index(Struct):
     weight_map: dict[str, str]
@@ -94,7 +98,9 @@ def read_text(path: Path) -> str | None:
 
 
 def json_object(text: str, source: str) -> dict[str, object]:
-    """The JSON object in `text`. ConfigError, naming `source`, if it is none."""
+    """The JSON object in `text`. ConfigError, naming `source`, if it is none, or too large."""
+    if len(text) > MAX_OBJECT_CHARS:
+        raise ConfigError(f"{source}: larger than {MAX_OBJECT_CHARS:,} characters; download it again")
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate can neither be tokenised nor sent

@@ -157,6 +157,12 @@ def test_bad_config_json(tiny: Path, text: bytes) -> None:
     refused(tiny, "config.json")
 
 
+def test_settings_that_would_take_gigabytes_are_refused_unread(tiny: Path) -> None:
+    """99 MB of empty lists took 2.6 GB; of these here less would be seen."""
+    (tiny / "config.json").write_text('{"a": [' + "[]," * 3_400_000 + "0]}")
+    refused(tiny, "config.json", "larger than 10,000,000")
+
+
 def test_what_the_system_will_not_read(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the operating system's own reasons."""
     refused(tmp_path / ("m" * 300), "mmm", os.strerror(errno.ENAMETOOLONG))
