@@ -24,6 +24,8 @@ SMALL = Sizes(
 )  # fmt: skip
 LOOPS = ["uvloop", "windows"]
 AND_CUDA = [*LOOPS, pytest.param("cuda", marks=pytest.mark.gpu)]
+ONE_LOOP = ["uvloop", pytest.param("windows", marks=pytest.mark.slow), AND_CUDA[-1]]
+"""Of what the loop has little to do with."""
 NAMES = ("copyengine", "worker0", "scheduler", "http")
 TASK_SHIM = Path(__file__).parent / "task_shim"
 SETTLE_S = 30.0
