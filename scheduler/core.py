@@ -252,7 +252,7 @@ class Core:
             return kind, [(request, 1) for request in decoding]
         chosen = short if kind == "short" else long
         pending = [request.pending for request in chosen]
-        counts = cut_chunks(pending, limits.demand_tokens, limits.chunk_tokens, limits.cut_tokens or 1)
+        counts = cut_chunks(pending, limits.chunk_tokens, limits.cut_tokens or 1)
         return kind, list(zip(chosen, counts, strict=False))
 
     def _part(self, request: Request, count: int, now_s: float) -> SequenceStep:

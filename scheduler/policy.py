@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 StepKind = Literal["decode", "short", "long"]
-"""A decode step, or a prefill step for requests that are short (one demand chunk takes all they have left) or long."""
+"""A decode step, or a prefill step for requests that are short (chunking.py says which) or long."""
 
 CACHED_PER_LOAD = 4
 """Cached tokens that are worth a token of load. Chosen, not measured: load is mostly tokens to be decoded, one a step,
@@ -25,7 +25,8 @@ def next_kind(turn: Turn, decode: bool, short: bool, long: bool) -> StepKind | N
 
     Prefill and decode steps alternate while both have work: a long prompt delays running answers by one chunk at a
     time, and running answers delay a prompt by one token each. And among the prefill steps short and long ones do: who
-    is first with a demand chunk waits for one streamed chunk at most, and a long prompt for one demand chunk at a time.
+    is the first short one waits for one chunk of a long one at most, and a long prompt for one chunk of short ones at a
+    time.
     """
     if decode and not (turn.decoded and (short or long)):
         return "decode"

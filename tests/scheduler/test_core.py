@@ -66,7 +66,7 @@ def check_step(step: RunStep, limits: CoreLimits) -> None:
     for s in step.sequences:
         assert len(s.pages) == pages_for(s.start + len(s.tokens), limits.page_tokens)
     check_states(step, limits)
-    if step.mode != "demand":  # short ones are in the order of becoming so
+    if step.mode == "decode":  # short ones are in the order of becoming so
         assert [s.sequence for s in step.sequences] == sorted(s.sequence for s in step.sequences)
 
 
@@ -263,14 +263,15 @@ def test_figures_add_up_but_for_requests_that_failed_and_steps_that_were_out(
 
 @settings(max_examples=200)
 @given(st.sampled_from(ANY), ACTIONS)
-def test_who_is_first_with_a_demand_chunk_waits_for_one_streamed_chunk(limits: CoreLimits, actions: Actions) -> None:
-    """Said again over the steps: who fits into a demand chunk and has not begun is served as they come to."""
+def test_who_is_first_of_the_short_ones_waits_for_one_chunk_of_a_long_one(limits: CoreLimits, actions: Actions) -> None:
+    """Said again over the steps: who is short and has not begun is served in the order of becoming so, as many at a
+    time as a chunk takes."""
     run, short = Run(limits), list[Request]()
     waited: dict[int, int] = {}
 
     def see(step: RunStep) -> None:
         here = {s.sequence for s in step.sequences}
-        most = min(limits.demand_tokens, limits.chunk_tokens)
+        most = min(max(limits.demand_tokens, limits.chunk_tokens // 8), limits.chunk_tokens)
         prefilling = [r for r in run.requests if r.phase == "prefill"]
         short[:] = [r for r in short if r in prefilling and not r.begun]
         short.extend(r for r in prefilling if r.pending <= most and not r.begun and r not in short)
@@ -278,9 +279,11 @@ def test_who_is_first_with_a_demand_chunk_waits_for_one_streamed_chunk(limits: C
             return
         taken = [r for r in short if r.sequence in here]
         assert short[: len(taken)] == taken, "nobody overtakes"
-        if not taken and step.mode == "streamed":
+        if not taken:
             waited[short[0].sequence] = waited.get(short[0].sequence, 0) + 1
             assert waited[short[0].sequence] <= 1
+        elif len(taken) < len(short):
+            assert sum(len(s.tokens) for s in step.sequences) + short[len(taken)].pending > limits.chunk_tokens
 
     run.see = see
     run.act(actions)
@@ -348,11 +351,14 @@ def test_a_long_prompt_stalls_an_answer_by_one_chunk_at_a_time() -> None:
     assert "prefill,prefill" not in ",".join(busy)
 
 
-def test_short_prompts_share_a_demand_chunk_up_to_the_threshold() -> None:
+def test_short_prompts_share_a_chunk_which_streams_beyond_the_threshold() -> None:
     core = Core(LIMITS)
-    for sequence, prompt in enumerate([2, 3, 1]):
+    for sequence, prompt in enumerate([2, 3]):
         core.submit(make_request(sequence, prompt, 1))
-    assert sizes(core) == [("demand", [2, 3]), ("demand", [1])]
+    assert sizes(core) == [("demand", [2, 3])]
+    for sequence, prompt in enumerate([2, 3, 1, 3], 2):
+        core.submit(make_request(sequence, prompt, 1))
+    assert sizes(core) == [("streamed", [2, 3, 1]), ("demand", [3])]
 
 
 def test_a_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
@@ -378,7 +384,7 @@ def test_who_becomes_short_stands_behind_those_that_were() -> None:
     for prompt in ([2] * 9, [2] * 10, [3] * 5):
         run.submit(prompt, 1)
     run.finish()
-    assert served == [[0], [1], [3], [1], [2]]
+    assert served == [[0], [1], [3, 2], [1]]
 
 
 def test_a_new_turn_prefills_what_is_new_and_less_than_a_page_of_what_is_not() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from scheduler.chunking import cut_chunks, is_short, prefill_mode
+from scheduler.chunking import cut_chunks, is_short
 from scheduler.policy import CACHED_PER_LOAD, Turn, after, next_kind, route
 
 DEMAND_TOKENS, CHUNK_TOKENS = 8, 20
@@ -20,8 +20,7 @@ class Job(Struct):
     pending: int
     tokens: int  # still to be decoded once it is prefilled
     short: bool
-    streamed_waited: int = 0
-    demand_waited: int = 0
+    waited: int = 0
 
 
 class Simulation:
@@ -61,19 +60,15 @@ class Simulation:
 
     def _prefill(self, short: bool, heads: dict[bool, Job | None]) -> None:
         mine = [job for job in self.jobs if job.pending and job.short == short]
-        counts = cut_chunks([job.pending for job in mine], DEMAND_TOKENS, CHUNK_TOKENS)
-        mode = prefill_mode(sum(counts), DEMAND_TOKENS)
-        assert mode == "demand" or not short
-        other = heads[not short]
-        if other and short:
-            other.demand_waited += 1
-            assert other.demand_waited <= 1, "a long prompt waits for one demand chunk at a time"
-        elif other:
-            other.streamed_waited += mode == "streamed"
-            assert other.streamed_waited <= 1, "who is first with a demand chunk waits for one streamed chunk"
+        counts = cut_chunks([job.pending for job in mine], CHUNK_TOKENS)
+        if other := heads[not short]:
+            other.waited += 1
+            assert other.waited <= 1, (
+                "a short one waits for one chunk of a long one, and a long one for one of short ones"
+            )
         for job, count in zip(mine, counts, strict=False):
             job.pending -= count
-            job.demand_waited = 0
+            job.waited = 0
 
 
 @settings(max_examples=300)
