@@ -40,7 +40,7 @@ def test_products_compile(capability: int, dtype: str) -> None:
         assert "wgmma.mma_async" in compiled.asm["ptx"] or dtype != "*bf16" or capability != 90
 
 
-@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("dtype", ["*bf16", pytest.param("*fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_attention_compiles(capability: int, dtype: str) -> None:
     """In the geometries of Qwen3-30B-A3B, Qwen3-Next, gpt-oss (windows and sinks) and DeepSeek-V3."""
