@@ -59,10 +59,17 @@ async def failure(asking: Awaitable[list[int]]) -> RequestRefused:
     return refused.value
 
 
-async def sound(lying: FaultyEngine) -> bool:
-    """Whether every expert in a slot is what was loaded."""
+async def nothing_damaged(lying: FaultyEngine) -> int:
+    """Every expert in a slot is what was loaded; how many there are. None after a step that used all slots and failed,
+    which forgets what it used."""
     found = await asyncio.to_thread(verified_slots, lying.engine)
-    return found.checked > 0 and found.damaged == []
+    assert found.damaged == [], f"(layer, expert) of those damaged, of {found.checked} in slots"
+    return found.checked
+
+
+async def all_sound(lying: FaultyEngine) -> None:
+    """As `nothing_damaged`, and there are some."""
+    assert await nothing_damaged(lying) > 0, "no expert was in a slot, so that none was looked at"
 
 
 def test_verifying_changes_no_token(model: str) -> None:
@@ -94,11 +101,12 @@ def test_a_dma_that_moves_nothing_ends_its_step(model: str, tmp_path: Path, copy
             assert re.search(r"expert \d+ of layer \d+ arrived damaged", error.detail)
             lying.happen()
             if number + 1 < MOST_DAMAGED_STEPS:
-                assert await sound(lying)
+                await nothing_damaged(lying)
                 assert (await answer(client, TOKENS, SHORT), await answer(client, TOKENS, LONG)) == before
+                await all_sound(lying)
         await serving_again(lying, 1)
         assert (await answer(client, TOKENS, SHORT), await answer(client, TOKENS, LONG)) == before
-        assert await sound(lying)
+        await all_sound(lying)
 
     served(session, tmp_path, "--model", model, "--verify-copies", "--copy-engine", copy_engine)
 
@@ -141,7 +149,7 @@ def test_a_prefill_that_finds_no_memory_ends_alone(model: str, tmp_path: Path, k
             assert len(await going_on) == 60
             assert await answer(client, 60, SHORT) == before["short"]
             assert await answer(client, 60, LONG) == before["long"]
-        assert await sound(lying)
+        await all_sound(lying)
         assert (await client.stats()).restarts == 0
 
     served(session, tmp_path, "--model", model, "--verify-copies", "--copy-engine", copy_engine)
@@ -156,7 +164,8 @@ def test_a_copy_that_the_driver_refuses_ends_its_step(model: str, tmp_path: Path
             assert (error.code, error.detail) == ("worker_failed", "experts of this step did not land")
         lying.happen()
         assert (await answer(client, TOKENS, SHORT), await answer(client, TOKENS, LONG)) == before
-        assert await sound(lying) and (await client.stats()).restarts == 0
+        await all_sound(lying)
+        assert (await client.stats()).restarts == 0
 
     served(session, tmp_path, "--model", model, "--verify-copies")
 
@@ -175,6 +184,6 @@ def test_an_error_that_leaves_the_context_of_no_use_ends_its_process(
         lying.happen()
         await serving_again(lying, 1)
         assert await answer(client, TOKENS, SHORT) == before
-        assert await sound(lying)
+        await all_sound(lying)
 
     served(session, tmp_path, "--model", model, "--verify-copies")
