@@ -130,11 +130,14 @@ def test_without_the_mode_the_tokens_are_wrong(model: str, tmp_path: Path) -> No
     served(session, tmp_path, "--model", model)
 
 
-@pytest.mark.parametrize("copy_engine", ["process", "thread"])
-@pytest.mark.parametrize("kind", ["memory", "hog"])
+@pytest.mark.parametrize(("kind", "copy_engine"), [("memory", "process"), ("memory", "thread"), ("hog", "process")])
 def test_a_prefill_that_finds_no_memory_ends_alone(model: str, tmp_path: Path, kind: str, copy_engine: str) -> None:
-    """Told by torch alone, and with all of the GPU's memory really taken; another answer, which is decoded meanwhile,
-    is what it is alone, and so are the next."""
+    """Told by torch alone, and with all of the GPU's memory really taken in the middle of the step; another answer,
+    which is decoded meanwhile, is what it is alone, and so are the next.
+
+    Not taken beside a copy engine that is a thread: torch gives cached memory back before it says that there is none,
+    which waits for the step, and the driver may hold that thread's copies, which the step waits for, back until then.
+    """
 
     async def session(lying: FaultyEngine, client: Client) -> None:
         before = {name: await answer(client, 60, prompt) for name, prompt in (("short", SHORT), ("long", LONG))}

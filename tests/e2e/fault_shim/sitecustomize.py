@@ -8,7 +8,7 @@ The file that FAULTS_FILE names says which, as JSON, and may change at any time;
         break    the driver reports an error that stays, as after an illegal address
     {"prefill": KIND, "at": [n, ...]}                of prefill steps, in the middle of which it happens
         memory   torch finds no memory for something
-        hog      the same, because from before the step until it is over all of the GPU's memory is taken
+        hog      the same, because from then on until it is over all of the GPU's memory is taken
         error    torch reports an error of the device
         poison   the GPU computes an illegal address, after which its context is of no use
 
@@ -28,8 +28,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HOG_NBYTES = tuple(1 << shift for shift in range(36, 19, -1))
-"""64 GiB to 1 MiB."""
+HOG_NBYTES = (
+    *(1 << shift for shift in range(36, 20, -1)),
+    (1 << 20) + 512,
+    *(1 << shift for shift in range(20, 8, -1)),
+)
+"""64 GiB to 512 bytes, the smallest piece that torch gives. What is at most 1 MiB comes out of other blocks than what
+is larger: of both kinds all is taken."""
 
 
 class Faults:
@@ -99,12 +104,11 @@ class FaultyPrefill:
         def run_or_not(slf: Any, step: Any) -> Any:
             self._due = self._faults.due("prefill") if step.mode != "decode" else ""
             try:
-                if self._due == "hog":
-                    self._take_all()
                 return run(slf, step)
             finally:
                 self._due = ""
-                self._held.clear()
+                if self._held:
+                    self._give_back()
 
         runner.run = run_or_not
 
@@ -123,6 +127,8 @@ class FaultyPrefill:
         import torch
 
         match self._due:
+            case "hog":
+                self._take_all()
             case "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has no more of it.")
             case "error":
@@ -138,6 +144,13 @@ class FaultyPrefill:
             with contextlib.suppress(torch.OutOfMemoryError):
                 while True:
                     self._held.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+
+    def _give_back(self) -> None:
+        """To the driver, which needs some for graphs, and whoever else uses the GPU."""
+        import torch
+
+        self._held.clear()
+        torch.cuda.empty_cache()
 
 
 class Patcher(importlib.abc.MetaPathFinder):
