@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError, code_of
+from copyengine.wire.errors import PeerDied, PeerTimeout, RequestRefused, SlotstreamError, code_of, unforeseen
 from copyengine.wire.lifecycle import Progress
 from copyengine.wire.logs import Log
 from scheduler.core import Core
@@ -132,7 +132,7 @@ class Lane:
         except Exception as error:
             log.failed("core_failed", error, words=False, worker=self.name)
             self.broken, self.loss = True, "internal"
-            why = f"the core loop failed: {type(error).__name__}: {error}"
+            why = f"the core loop failed: {unforeseen(error)}"
         finally:
             self.deaths += code != "draining"
             self.death = why

@@ -378,10 +378,10 @@ class Failed(Struct, frozen=True, tag=True):
     served), no_chat_template, context_length_exceeded, encode_timeout (the text took too long to become tokens),
     invalid_grammar (it does not compile, or takes too long to), queue_full, busy (requests have not ended), not_ready,
     draining, too_slow (the client does not read what it is sent), bad_logits (the model computes NaN or infinity),
-    grammar_failed (an answer got where its grammar allows
-    nothing or is too much work), text_failed (the tokenizer cannot decode the answer), device_out_of_memory (its step
-    did not fit in what the device had left), copy_damaged (an expert was not what was loaded; with --verify-copies),
-    worker_failed, internal.
+    grammar_failed (an answer got where its grammar allows nothing or is too much work), text_failed (the tokenizer
+    cannot decode the answer), device_out_of_memory (its step did not fit in what the device had left), copy_damaged (an
+    expert was not what was loaded; with --verify-copies), worker_failed, internal (a bug of ours). Of an error that
+    nobody foresaw the detail names the type alone.
     """
 
     code: str

@@ -59,6 +59,12 @@ _BY_CODE: dict[str, type[SlotstreamError]] = {
 }
 
 
+def unforeseen(error: BaseException) -> str:
+    """What others are told of an error that nobody foresaw: its type. Its words stay where it was raised, since they
+    may quote a request, and what a process is told ends up in its log and with the clients of other requests."""
+    return f"{type(error).__name__}; the log says where"
+
+
 def code_of(error: SlotstreamError) -> str:
     """The `code` under which `error` travels in a Failed reply."""
     if isinstance(error, RequestRefused):

@@ -29,6 +29,7 @@ from copyengine.wire.errors import (
     WireError,
     code_of,
     from_code,
+    unforeseen,
 )
 from copyengine.wire.logs import Log
 
@@ -106,7 +107,8 @@ class RpcServer(Generic[Req, Rep]):
     """Serves one ROUTER socket; each request runs in a task of its own.
 
     `handler` returns the final reply. A SlotstreamError it raises becomes `failed(code, detail)`; any other
-    exception is logged with its traceback and becomes `failed("internal", ...)`.
+    exception is logged by type and place and becomes `failed("internal", ...)`, which tells the type alone: its words
+    may quote the request, and who is told logs them, or tells them to others whose requests end with it.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class RpcServer(Generic[Req, Rep]):
             reply = self._failed(code_of(error), getattr(error, "detail", str(error)))
         except Exception as error:
             log.failed("call_failed", error, words=False)
-            reply = self._failed("internal", f"{type(error).__name__}: {error}")
+            reply = self._failed("internal", unforeseen(error))
         await self._send_final(peer, number, reply)
 
     async def _send_final(self, peer: bytes, number: bytes, reply: Rep) -> None:
@@ -237,7 +239,7 @@ class RpcServer(Generic[Req, Rep]):
             return self._codec.encode(reply)
         except WireError as error:
             log.failed("reply_unsendable", error, words=False)
-            return self._codec.encode(self._failed("internal", f"the reply cannot be encoded: {error}"))
+            return self._codec.encode(self._failed("internal", "the reply cannot be encoded; the log says where"))
 
 
 class RpcClient(Generic[Req, Rep]):
@@ -374,8 +376,8 @@ class RpcClient(Generic[Req, Rep]):
         if error is None:
             return
         log.failed("replies_unreadable", error, words=False, peer=self._peer, endpoint=self.endpoint)
-        why = f"{type(error).__name__}: {error}"
-        self._broken = PeerError(f"the replies of the {self._peer} at {self.endpoint} cannot be read any more: {why}")
+        what = f"the replies of the {self._peer} at {self.endpoint}"
+        self._broken = PeerError(f"{what} cannot be read any more: {unforeseen(error)}")
         self._fail_all(self._broken)
 
     def _gone(self, why: str) -> PeerDied:

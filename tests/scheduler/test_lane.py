@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -12,12 +13,14 @@ from scheduler.core import Core, CoreLimits
 from scheduler.counters import worker_counters
 from scheduler.detokenize import NoText
 from scheduler.lane import Lane, running
-from scheduler.protocol import Failed, Finished, Tokens
+from scheduler.protocol import Failed, Finished, Timing, Tokens, Usage
 from scheduler.request import Ending, Request
+from scheduler.request_log import log_end
 from tests.scheduler.rig import FakeWorker, on_loop
 from worker.client import WorkerClient
 from worker.protocol import Sampling
 
+NOTHING = Finished("abort", Usage(0, 0, 0, 0, 0, 0, 0, 0), Timing(0.0, 0.0, 0.0, 0.0))
 LIMITS = CoreLimits(pages=64, page_tokens=16, max_running=2, demand_tokens=8, chunk_tokens=16)
 
 
@@ -257,10 +260,7 @@ def test_a_core_that_cannot_even_be_emptied_is_replaced(caplog: pytest.LogCaptur
             lane.core.apply = lane.core.fail_all = fail  # type: ignore[assignment, method-assign]
             async with running([lane, other]) as collapse:
                 end = await end_of(submit(lane, 1))
-                assert (
-                    isinstance(end, Failed)
-                    and end.detail == "the core loop failed: ValueError: pages [3] are not all owned"
-                )
+                assert end == Failed("worker_failed", "the core loop failed: ValueError; the log says where")
                 assert lane.broken and lane.loss == "internal"
                 await lane.revive(other.worker, Core(LIMITS), other.facts)
                 assert lane.alive and not lane.broken and not lane.loss
@@ -268,7 +268,36 @@ def test_a_core_that_cannot_even_be_emptied_is_replaced(caplog: pytest.LogCaptur
                 assert not collapse.done()
 
     on_loop("selector", main)
-    assert "event=core_not_emptied" in caplog.text
+    assert "event=core_not_emptied" in caplog.text and "pages [3]" not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["in a step", "in the core"])
+def test_words_of_an_error_that_nobody_foresaw_stay_where_it_was_raised(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may quote the request that met it: its step's other requests, the lane's death and the log say its type."""
+    error = ZeroDivisionError("Xylophon")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    async def main() -> None:
+        async with lanes() as [(lane, worker)]:
+            if where == "in the core":
+                lane.core.apply = fail  # type: ignore[assignment, method-assign]
+            else:
+                worker.failures.append(error)
+            async with running([lane]):
+                end = await end_of(submit(lane, 1))
+                assert isinstance(end, Failed) and end.code == "worker_failed"
+                assert "ZeroDivisionError" in end.detail and "Xylophon" not in end.detail + lane.death
+                log_end("a", NOTHING, end)
+
+    with caplog.at_level("DEBUG"):
+        on_loop("selector", main)
+    assert "Xylophon" not in caplog.text
+    assert ("event=step_failed" if where == "in a step" else "event=core_failed") in caplog.text
+    assert re.search('event=request id=a end=worker_failed .* detail=".*ZeroDivisionError', caplog.text)
 
 
 def test_lanes_collapse_when_the_last_has_died_and_one_was_broken() -> None:
