@@ -246,7 +246,7 @@ STOPPED_S = 10.0
 """Seconds for which a process is stopped that goes on."""
 
 LONG_ANSWER = 1500
-"""Tokens that are not all there when the process is stopped, 0.3 s after they were asked for: an H200 decodes 60 sooner."""
+"""Tokens that are not all there when the process is stopped, 0.3 s after the asking; an H200 decodes 60 sooner."""
 
 ASK = """
 import asyncio, sys
