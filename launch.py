@@ -219,6 +219,19 @@ def run(config: LaunchConfig) -> int:
         config = replace(config, port=0)  # nobody else needs to find it: it may run beside another engine
     found = preflight(config, say)
     log.info("start", model=str(found.model.directory), device=found.placement.device, detail=found.placement.reason)
+    code = 1
+    try:
+        code = start_and_serve(config, found)
+        return code
+    except BaseException as error:
+        code = exit_code(error)
+        raise
+    finally:
+        log.info("end", code=code)
+
+
+def start_and_serve(config: LaunchConfig, found: Preflight) -> int:
+    """From the first process to the end of the last; the exit code. Raises as Engine.start and Engine.serve do."""
     engine, start_s = Engine(config, found, ProgressLine()), time.monotonic()
     try:
         on_signals(engine.told)
@@ -230,11 +243,20 @@ def run(config: LaunchConfig) -> int:
             flush=True,
         )
         log.info("ready", endpoint=engine.scheduler_endpoint, http=engine.url, took_s=time.monotonic() - start_s)
-        code = engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
-        log.info("end", code=code)
-        return code
+        return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
     finally:
         engine.stop()
+
+
+def exit_code(error: BaseException) -> int:
+    """What a run ends with that `error` has ended."""
+    match error:
+        case ConfigError():
+            return EXIT_CONFIG
+        case KeyboardInterrupt():  # a signal before all served
+            return 0
+        case _:
+            return 1
 
 
 def answer(config: LaunchConfig, endpoint: str) -> int:
@@ -252,17 +274,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(cli.parse(LaunchConfig, argv, "launch.py"))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
     except SlotstreamError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # whoever read our output is gone; keep the interpreter from flushing into it again
+        return exit_code(error)
+    except KeyboardInterrupt as error:
+        return exit_code(error)
+    except (
+        BrokenPipeError
+    ) as error:  # whoever read our output is gone; keep the interpreter from flushing into it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return exit_code(error)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The command line: frozen here, so that a flag is changed on purpose. Checked against README's promises."""
 
+import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from copyengine.checkpoint.random_model import Sizes, model_config
 from copyengine.link_rate import LinkRate
 from copyengine.placement import Placement
 from copyengine.wire import cli
-from copyengine.wire.errors import ConfigError
+from copyengine.wire.errors import ConfigError, PeerDied
 from copyengine.wire.lifecycle import Ready
 from copyengine.wire.restarts import Role
 from scheduler.config import LaunchConfig, SchedulerConfig
@@ -304,6 +306,68 @@ def test_who_falls_with_whom() -> None:
     assert launch.roles(1, thread, http=True)[2:] == [
         Role("http", calls=("scheduler",), takes_requests=True, spare=True)
     ]
+
+
+@pytest.mark.parametrize("during", ["start", "serve", "stop"])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (PeerDied("given up after 5 deaths in a row"), 1),
+        (ConfigError("refused by a worker"), 2),
+        (KeyboardInterrupt(), 0),
+        (BrokenPipeError(), 1),
+        (ZeroDivisionError("a bug"), 1),
+    ],
+)
+def test_the_log_of_a_run_that_began_ends_with_its_exit_code(
+    error: BaseException | None,
+    code: int,
+    during: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However it ends, and once all processes have ended."""
+
+    class Ending:
+        scheduler_endpoint = url = ""
+
+        def __init__(self, *_: object) -> None: ...
+
+        def told(self, _: str) -> None: ...
+
+        def start(self) -> Ready:
+            self.ends("start")
+            return Ready({})
+
+        def serve(self) -> int:
+            self.ends("serve")
+            return 0
+
+        def stop(self) -> None:
+            assert "event=end" not in caplog.text
+            self.ends("stop")
+
+        def ends(self, at: str) -> None:
+            if at == during and error is not None:
+                raise error
+
+    placement = SimpleNamespace(device="cpu", reason="none other")
+    found = SimpleNamespace(model=SimpleNamespace(directory=Path("m")), placement=placement)
+    nothings = {"configure_logging": None, "on_signals": None, "ready_block": "", "preflight": found}
+    for name, value in nothings.items():
+        monkeypatch.setattr(launch, name, lambda *_, value=value: value)
+    monkeypatch.setattr(launch, "Engine", Ending)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with caplog.at_level("INFO"):
+        if isinstance(error, ZeroDivisionError):
+            with pytest.raises(ZeroDivisionError):
+                launch.main([])
+        else:
+            assert launch.main([]) == code
+    events = [record.getMessage() for record in caplog.records if record.name == "launch"]
+    assert events[0].startswith("event=start ") and events[-1] == f"event=end code={code}"
+    assert sum("event=end" in event for event in events) == 1
 
 
 @pytest.mark.parametrize(
