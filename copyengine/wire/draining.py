@@ -31,5 +31,5 @@ class Draining:
                 self._left.discard(name)
                 if not finished and not expected:
                     self.code = 1
-                    return f"error: {name} {how_it_ended(code)} while draining"
+                    return f"{name} {how_it_ended(code)} while draining"
         return ""

@@ -172,7 +172,7 @@ class Supervisor:
         draining, end_s = Draining(takers), self._now_s() + self._drain_s
         while not draining.over:
             if self._now_s() >= end_s:
-                self._say("drain_late", f"error: requests still running after {self._drain_s:g} s (--drain-timeout-s)")
+                self._say("drain_late", f"requests still running after {self._drain_s:g} s (--drain-timeout-s)")
                 return 1
             if (notice := self._next()) is not None:
                 self._take_in_drain(draining, notice)

@@ -17,7 +17,7 @@ def test_it_is_over_when_all_who_were_asked_have_ended_well() -> None:
 @pytest.mark.parametrize(("name", "over"), [("http", True), ("worker0", False)])
 def test_an_end_that_is_none_of_these_is_said_and_counts(name: str, over: bool) -> None:
     draining = Draining(["http"])
-    assert draining.take(Exited(name, 3)) == f"error: {name} ended with exit code 3 while draining"
+    assert draining.take(Exited(name, 3)) == f"{name} ended with exit code 3 while draining"
     assert (draining.over, draining.code) == (over, 1)
 
 

@@ -153,7 +153,7 @@ def test_a_drain_waits_for_all_who_take_requests(late: str) -> None:
     with running(BRIEF, **{late: "busy"}) as run:
         run.tell("SIGTERM")
         assert run.end() == 1
-        assert run.said[1:] == ["error: requests still running after 1 s (--drain-timeout-s)"]
+        assert run.said[1:] == ["requests still running after 1 s (--drain-timeout-s)"]
 
 
 def test_a_drain_with_nobody_to_drain_ends_at_once() -> None:
@@ -197,8 +197,8 @@ def test_a_death_in_a_drain_is_said_and_starts_nobody() -> None:
         worker.send_signal(signal.SIGKILL)
         assert run.end() == 1
         assert run.said[1:] == [
-            "error: worker was killed by SIGKILL while draining",
-            "error: requests still running after 1 s (--drain-timeout-s)",
+            "worker was killed by SIGKILL while draining",
+            "requests still running after 1 s (--drain-timeout-s)",
         ]
 
 
@@ -245,7 +245,7 @@ def test_who_takes_requests_and_hangs_ends_a_drain_sooner(often: None) -> None:
         run.process("scheduler").suspend()
         run.tell("SIGTERM")
         assert run.end() == 1
-        assert run.said[1:] == ["error: scheduler was killed by SIGKILL while draining"]
+        assert run.said[1:] == ["scheduler was killed by SIGKILL while draining"]
 
 
 def test_all_who_hang_are_ended_together_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
