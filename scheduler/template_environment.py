@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MappingView
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -95,7 +95,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def compared(self, value: Any) -> Any:
         """`value`, which is about to be compared."""
-        if isinstance(value, list | tuple | dict):
+        if isinstance(value, list | tuple | dict | MappingView):
             self.allowance().spelt(value)
         return value
 
@@ -123,6 +123,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if owner is __self:  # what `compiled` has put in
             return __obj(*args)
         if isinstance(owner, str | bytes | int | list | tuple):
+            if __obj.__name__ == "join":
+                args = tuple(map(run.drained, args))
             run.expect_call(__obj.__name__, owner, [*args, *kwargs.values()])
         return run.made(super().call(__context, __obj, *args, **kwargs))
 

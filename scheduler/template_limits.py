@@ -7,10 +7,11 @@ reckoned before it is done, and the time is looked at whenever something is char
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
 from typing import Any
 
-from jinja2.utils import Namespace
+from jinja2.runtime import LoopContext
+from jinja2.utils import Cycler, Joiner, Namespace
 
 RENDER_S = 10.0
 """Seconds that a chat may take to become text: a sixth of what text may take to become tokens."""
@@ -46,6 +47,12 @@ WALKED = (
 """Those that look at all that is in a list, and at all that is in that: a list that has another one twice, and so on,
 is larger than memory."""
 
+DRAINED = ("join", "sum", "sort", "unique", "groupby", "min", "max", "urlencode")
+"""Of those, which go through an iterator: it is made a list before, since nothing can be reckoned of it."""
+
+TEXTUAL = ("replace", "center", "format", "upper", "lower", "capitalize", "title", "trim", "striptags", "urlize")
+"""Filters that make a text of whatever they are given."""
+
 SPLIT = ("list", "split", "rsplit", "splitlines", "sort", "unique", "reverse", "batch", "slice")
 """Those that make elements of a text's characters."""
 
@@ -79,6 +86,16 @@ class Allowance:
         self.charge(_size(value))
         return value
 
+    def drained(self, value: Any) -> Any:
+        """The list of an iterator's elements, charged one by one; any other value is returned as it is."""
+        if not isinstance(value, Iterator):
+            return value
+        elements = []
+        for one in value:
+            self.charge(ELEMENT)
+            elements.append(one)
+        return elements
+
     def spelt(self, value: Any) -> int:
         """Characters that `value` takes as text, about. Raises as `expect` does if that is more than is left."""
         total, walked, todo = 0, 0, [value]
@@ -86,13 +103,15 @@ class Allowance:
             one = todo.pop()
             if isinstance(one, Namespace):
                 one = object.__getattribute__(one, "_Namespace__attrs")
+            elif isinstance(one, Cycler | Joiner | LoopContext):  # `attribute=` reaches what they hold
+                one = vars(one)
             if isinstance(one, str | bytes):
                 total += len(one)
                 continue
             total += 8
             if isinstance(one, Mapping):
                 todo += [*one.keys(), *one.values()]
-            elif isinstance(one, Sequence | set | frozenset):
+            elif isinstance(one, Sequence | MappingView | set | frozenset):
                 todo += one
             walked += 1
             if walked + len(todo) > MAX_WALKED:
@@ -156,12 +175,25 @@ class Allowance:
             case "replace", [old, new, *_]:
                 self.expect((len(text) + 1) * self.spelt(new))
             case "join", [parts]:
-                count = len(parts) if hasattr(parts, "__len__") else 0
-                self.expect(self.spelt(parts) + len(text) * count)
+                self.expect(self.spelt(parts) + len(text) * (len(parts) if hasattr(parts, "__len__") else 0))
             case "format" | "format_map", _:
                 self.expect_format(text, arguments)
             case "translate", [table]:
                 self.expect(len(text) * self.spelt(table))
+
+
+class _Added:
+    """What `sum` begins with where that is a list: each addition copies all that is there, so each is charged."""
+
+    def __init__(self, value: Any, run: Allowance) -> None:
+        self.value = value
+        self._run = run
+
+    def __add__(self, other: Any) -> "_Added":
+        self._run.expect(ELEMENT * (len(self.value) + (len(other) if hasattr(other, "__len__") else 0)))
+        value = self.value + other
+        self._run.charge(len(value))
+        return _Added(value, self._run)
 
 
 def limited(name: str, function: Callable[..., Any], allowance: Callable[[], Allowance], skipped: int) -> Any:
@@ -170,13 +202,24 @@ def limited(name: str, function: Callable[..., Any], allowance: Callable[[], All
     def call(*arguments: Any, **options: Any) -> Any:
         before, (value, *given) = arguments[:skipped], arguments[skipped:]
         run = allowance()
-        if name == "join" and isinstance(value, Iterator):
-            value = run.made(list(value))
+        if name in DRAINED:
+            value = run.drained(value)
+        if name in TEXTUAL and not isinstance(value, str):
+            run.spelt(value)
+            value = value if hasattr(value, "__html__") else run.made(str(value))
         run.expect_call(name, value, [*given, *options.values()])
-        return run.made(function(*before, value, *given, **options))
+        if name == "sum":
+            given = [_added(one, run) for one in given]
+            options = {key: _added(one, run) for key, one in options.items()}
+        result = function(*before, value, *given, **options)
+        return run.made(result.value if isinstance(result, _Added) else result)
 
     call.__dict__.update(getattr(function, "__dict__", {}))  # how jinja2 marks what is to be given the context
     return call
+
+
+def _added(value: Any, run: Allowance) -> Any:
+    return _Added(value, run) if isinstance(value, list | tuple) else value
 
 
 def _size(value: Any) -> int:

@@ -58,6 +58,26 @@ TOO_MUCH = [
     (TWICE + "{{ '%s' % (n.t,) }}", ELEMENTS),
     ("{{ ('<' * 1000000)|striptags }}", "striptags is given more than 100,000"),
     ("{{ lipsum(n=1000000) }}", "undefined"),
+    (MEGA + "{{ ''.join(([s] * 1500)|select)|length }}", MEMORY),
+    (MEGA + "{{ ''.join(([s] * 1500)|reject('none'))|length }}", MEMORY),
+    (MEGA + "{{ ''.join(([s] * 1500)|reverse)|length }}", MEMORY),
+    (MEGA + "{{ ''.join(([{'x': s}] * 1500)|map(attribute='x'))|length }}", MEMORY),
+    (MEGA + "{{ s.join((['a'] * 1500)|select)|length }}", MEMORY),
+    (
+        MEGA + "{% set n = namespace(p=[]) %}{% for i in range(600) %}{% set n.p = n.p + [(i, s)] %}{% endfor %}"
+        "{{ ''.join(dict(n.p).values())|length }}",
+        MEMORY,
+    ),
+    (MEGA + "{{ ([cycler(s)] * 1500)|join(attribute='current')|length }}", MEMORY),
+    (MEGA + "{{ ([joiner(s)] * 1500)|join(attribute='sep')|length }}", MEMORY),
+    (MEGA + "{{ ([1] * 1500)|replace('1', s)|length }}", MEMORY),
+    ("{{ ['%1000000000d']|format(1) }}", WIDTH),
+    (TWICE + "{{ n.t|upper }}", ELEMENTS),
+    (TWICE + "{{ ([n.t, n.u]|select)|sort|length }}", ELEMENTS),
+    (TWICE + "{{ {'a': n.t}.items() == {'a': n.u}.items() }}", ELEMENTS),
+    ("{{ (([[1] * 100000] * 300)|select|sum(start=[]))|length }}", ELEMENTS),
+    ("{{ ([[1] * 90000] + [[]] * 90000)|sum(start=[])|length }}", MEMORY),
+    ("{{ ([[1] * 90000] + [[]] * 90000)|select('defined')|sum(none, [])|length }}", MEMORY),
 ]
 
 ENDLESS = [
@@ -75,6 +95,9 @@ PLAIN = [
     "{% macro m(x) %}<{{ x }}{{ caller() if caller else '' }}>{% endmacro %}{{ m(1) }}{% call m(2) %}in{% endcall %}",
     "{% set n = namespace(a=0) %}{% for i in range(10) %}{% set n.a = n.a + i %}{% endfor %}{{ n.a }}{{ 3 * 'ab' }}",
     "{% set x %}{% filter upper %}body{% endfilter %}{% endset %}{{ x|replace('B', 'c')|indent(2) }}",
+    "{{ [[1], [2, 3]]|sum(start=[]) }}{{ [{'a': (1,)}]|sum('a', (0,)) }}{{ []|sum(start=[]) }}{{ [1, 2]|select|sum }}",
+    "{{ '-'.join(messages|map(attribute='role')) }}{{ [1]|replace(1, 2) }}{{ none|upper }}{{ ['%s']|format(1) }}",
+    "{{ messages|map(attribute='role')|sort|join }}{{ [1, 1]|select|unique|list }}{{ [2, 1]|select|max }}",
     "{{ (messages|length) > 1 and messages[-1].role in ['user', 'x'] }}{{ [3, 1]|sort }}{{ 7 % 4 }}",
 ]  # fmt: skip
 
