@@ -7,7 +7,7 @@ reckoned before it is done, and the time is looked at whenever something is char
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
 from jinja2.runtime import LoopContext
@@ -111,7 +111,7 @@ class Allowance:
             total += 8
             if isinstance(one, Mapping):
                 todo += [*one.keys(), *one.values()]
-            elif isinstance(one, Sequence | MappingView | set | frozenset):
+            elif isinstance(one, Sequence | KeysView | ValuesView | ItemsView | set | frozenset):
                 todo += one
             walked += 1
             if walked + len(todo) > MAX_WALKED:

@@ -1,6 +1,8 @@
 """Templates that ask for more time or memory than there is, against the bounds that refuse them; and what they may do,
 against jinja2's own sandbox."""
 
+import tracemalloc
+
 import jinja2.sandbox
 import pytest
 
@@ -58,19 +60,6 @@ TOO_MUCH = [
     (TWICE + "{{ '%s' % (n.t,) }}", ELEMENTS),
     ("{{ ('<' * 1000000)|striptags }}", "striptags is given more than 100,000"),
     ("{{ lipsum(n=1000000) }}", "undefined"),
-    (MEGA + "{{ ''.join(([s] * 1500)|select)|length }}", MEMORY),
-    (MEGA + "{{ ''.join(([s] * 1500)|reject('none'))|length }}", MEMORY),
-    (MEGA + "{{ ''.join(([s] * 1500)|reverse)|length }}", MEMORY),
-    (MEGA + "{{ ''.join(([{'x': s}] * 1500)|map(attribute='x'))|length }}", MEMORY),
-    (MEGA + "{{ s.join((['a'] * 1500)|select)|length }}", MEMORY),
-    (
-        MEGA + "{% set n = namespace(p=[]) %}{% for i in range(600) %}{% set n.p = n.p + [(i, s)] %}{% endfor %}"
-        "{{ ''.join(dict(n.p).values())|length }}",
-        MEMORY,
-    ),
-    (MEGA + "{{ ([cycler(s)] * 1500)|join(attribute='current')|length }}", MEMORY),
-    (MEGA + "{{ ([joiner(s)] * 1500)|join(attribute='sep')|length }}", MEMORY),
-    (MEGA + "{{ ([1] * 1500)|replace('1', s)|length }}", MEMORY),
     ("{{ ['%1000000000d']|format(1) }}", WIDTH),
     (TWICE + "{{ n.t|upper }}", ELEMENTS),
     (TWICE + "{{ ([n.t, n.u]|select)|sort|length }}", ELEMENTS),
@@ -79,6 +68,20 @@ TOO_MUCH = [
     ("{{ ([[1] * 90000] + [[]] * 90000)|sum(start=[])|length }}", MEMORY),
     ("{{ ([[1] * 90000] + [[]] * 90000)|select('defined')|sum(none, [])|length }}", MEMORY),
 ]
+
+UNREAD = [
+    MEGA + "{{ ''.join(([s] * 1500)|select)|length }}",
+    MEGA + "{{ ''.join(([s] * 1500)|reject('none'))|length }}",
+    MEGA + "{{ ''.join(([s] * 1500)|reverse)|length }}",
+    MEGA + "{{ ''.join(([{'x': s}] * 1500)|map(attribute='x'))|length }}",
+    MEGA + "{{ s.join((['a'] * 1500)|select)|length }}",
+    MEGA + "{% set n = namespace(p=[]) %}{% for i in range(600) %}{% set n.p = n.p + [(i, s)] %}{% endfor %}"
+    "{{ ''.join(dict(n.p).values())|length }}",
+    MEGA + "{{ ([cycler(s)] * 1500)|join(attribute='current')|length }}",
+    MEGA + "{{ ([joiner(s)] * 1500)|join(attribute='sep')|length }}",
+    MEGA + "{{ ([1] * 1500)|replace('1', s)|length }}",
+]
+"""Texts of a gigabyte and more, from what tells nothing of its size by itself."""
 
 ENDLESS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -109,6 +112,18 @@ def test_what_is_too_much_is_refused_before_it_is_made(
     monkeypatch.setattr(template_limits, "MAX_WALKED", 200_000)
     with pytest.raises(RequestRefused, match=named):
         ChatTemplate(template, {}, "x").render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("template", UNREAD, ids=range(len(UNREAD)))
+def test_what_tells_nothing_of_its_size_is_refused_before_it_is_made(template: str) -> None:
+    """Against the memory that Python itself has given out meanwhile."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestRefused, match=MEMORY):
+            ChatTemplate(template, {}, "x").render([])
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("template", ENDLESS)
