@@ -17,8 +17,12 @@ from msgspec import Struct
 from copyengine.wire.lifecycle import STOP_GRACE_S, Event, Peer, order_line, parse_event
 
 KILLED_S = 10.0
-"""Seconds that the system may take to end a process that was killed: it gives back pinned memory and a GPU's context
-first. One that hangs in a driver is left to the system, so that our own end does not hang, too."""
+"""Seconds that the system may take to end all that were killed: it gives back pinned memory and a GPU's context first.
+One that hangs in a driver is left to the system, so that our own end does not hang, too."""
+
+PIPE_S = 0.5
+"""Seconds in which the last events of a process that has ended are read: they lie in the pipe. It has no end as long as
+a process that inherited it lives, and for that nobody waits."""
 
 STUCK = -9
 """Its exit code then, which it will have."""
@@ -105,22 +109,27 @@ class Child:
     def stop(self, grace_s: float = STOP_GRACE_S) -> int:
         """Ask it to stop, kill it if it has not ended `grace_s` later; its exit code."""
         self.ask_to_stop()
-        try:
-            code = self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            code = self._killed()
-        self._reader.join(grace_s)
-        return code
+        if not self.ends(grace_s):
+            self.kill()
+        return self.collect(KILLED_S)
 
-    def _killed(self) -> int:
-        self._process.kill()
+    def ends(self, wait_s: float) -> bool:
+        """Wait for its end; whether it came within `wait_s`, which may be negative: then it has ended already."""
         try:
-            return self._process.wait(KILLED_S)
+            self._process.wait(max(0.0, wait_s))
         except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def collect(self, wait_s: float) -> int:
+        """Its exit code once it has ended and its events are read; STUCK if it does not end within `wait_s`."""
+        if not self.ends(wait_s):
             return STUCK
+        self._reader.join(PIPE_S)
+        return self._process.wait(0)
 
     def kill(self) -> None:
-        """End it the hard way; `stop` still has to be called."""
+        """End it the hard way; `stop` or `collect` still has to be called."""
         self._process.kill()
 
     def _tell(self, line: bytes) -> None:

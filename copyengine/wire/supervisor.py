@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from copyengine.wire.child import Child, Exited, Notice, Notices, Said, Told
+from copyengine.wire.child import KILLED_S, Child, Exited, Notice, Notices, Said, Told
 from copyengine.wire.draining import Draining
 from copyengine.wire.lifecycle import STOP_GRACE_S, Alive, Progress, Ready
 from copyengine.wire.restarts import Action, GiveUp, Introduce, Kill, Patience, Restarts, Role, Say, Start, Stop
@@ -18,12 +18,18 @@ POLL_S = 0.25
 """Seconds after which a signal is seen at the latest."""
 
 STOP_ALL_S = 8.0
-"""Seconds in which all have ended when told to, the last by force: more than one hangs seldom, and each has
-STOP_GRACE_S at most."""
+"""Seconds after which all that were told to end and have not are killed, if no STOP_GRACE_S ends them sooner. What is
+killed may take KILLED_S more until the system has ended it."""
 
 HURRY_S = 1.2
 """The same after a second signal, of which whoever gave it expects an end in two seconds: the launcher's own end is
-among them. Requests are told within half a second (scheduler/server.py); what a step takes longer is cut off."""
+among them, and that of what is killed, which takes long only in a driver. What a step takes longer is cut off."""
+
+TAKERS_SHARE = 0.5
+"""The part of these after which the others are told, too, if those who take requests have not ended by then. Half of
+STOP_ALL_S is more than the HTTP front gives answers and connections (scheduler/http/server.py), and leaves a worker's
+last step and its memory the seconds they need; half of HURRY_S is more than the scheduler gives its clients
+(scheduler/server.py)."""
 
 
 class Command(NamedTuple):
@@ -53,7 +59,7 @@ class Supervisor:
         self._now_s = OwnTime()
         self._watchdog = Watchdog(patience.answer_s)
         self._drain_s = patience.drain_s
-        self._order = [role.name for role in roles]
+        self._takers = {role.name for role in roles if role.takes_requests}
         self._restarts = Restarts(roles, patience)
         self._command = command
         self._say = say
@@ -91,11 +97,22 @@ class Supervisor:
         return self._restarts.endpoint(name)
 
     def stop(self) -> None:
-        """End all, the last first: who takes requests tells their clients while the others still live."""
-        end_s = time.monotonic() + (HURRY_S if self._hurried else STOP_ALL_S)
-        for name in reversed(self._order):
-            if name in self._children:
-                self._children[name].stop(max(0.0, min(STOP_GRACE_S, end_s - time.monotonic())))
+        """End all: first those who take requests, who tell their clients while the others still live.
+
+        Those of each kind are told together, and who has not ended in time is killed together: nobody's slow end
+        takes the time of another's.
+        """
+        now_s, all_s = time.monotonic(), HURRY_S if self._hurried else STOP_ALL_S
+        takers = [child for name, child in self._children.items() if name in self._takers]
+        others = [child for name, child in self._children.items() if name not in self._takers]
+        _tell_to_stop(takers)
+        _late(takers, now_s + TAKERS_SHARE * all_s)
+        _tell_to_stop(others)
+        for child in _late([*others, *takers], min(now_s + all_s, time.monotonic() + STOP_GRACE_S)):
+            child.kill()
+        killed_s = time.monotonic() + KILLED_S
+        for child in self._children.values():
+            child.collect(killed_s - time.monotonic())
 
     def kill(self) -> None:
         """End all the hard way; `stop` still has to be called."""
@@ -186,3 +203,13 @@ class Supervisor:
         expected = isinstance(notice, Exited) and self._restarts.phase(notice.name) == "ending"
         if text := draining.take(notice, expected):
             self._say("drain_death", text)
+
+
+def _tell_to_stop(children: Sequence[Child]) -> None:
+    for child in children:
+        child.ask_to_stop()
+
+
+def _late(children: Sequence[Child], end_s: float) -> list[Child]:
+    """Wait for their ends; those that have not ended at `end_s` of the monotonic clock."""
+    return [child for child in children if not child.ends(end_s - time.monotonic())]

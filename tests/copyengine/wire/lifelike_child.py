@@ -1,14 +1,19 @@
 """A process as the supervisor's tests need it: `python -m tests.copyengine.wire.lifelike_child NAME [HABIT...]`.
 
 It listens at once and is ready, answers each peer with Joined, ends at a drain, and has these habits: `stubborn` ends
-by no request, `busy` takes no notice of a drain, `mute` says nothing, `deaf` does not answer whether it is alive.
+by no request, `busy` takes no notice of a drain, `mute` says nothing, `deaf` does not answer whether it is alive,
+`slow` takes SLOW_S to end.
 """
 
 import os
 import sys
 import threading
+import time
 
 from copyengine.wire.lifecycle import Alive, Joined, Listening, Order, Peer, Ready, announce, watch_parent
+
+SLOW_S = 0.2
+"""Seconds that `slow` takes to end."""
 
 
 def main() -> None:
@@ -30,6 +35,8 @@ def main() -> None:
         announce(Listening(f"{name}:{os.getpid()}"))
         announce(Ready({"name": name}))
     end.wait()
+    if "slow" in habits:
+        time.sleep(SLOW_S)
 
 
 if __name__ == "__main__":

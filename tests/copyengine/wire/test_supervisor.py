@@ -12,7 +12,7 @@ import pytest
 
 from copyengine.wire import supervisor as module
 from copyengine.wire import watchdog
-from copyengine.wire.child import Told
+from copyengine.wire.child import Child, Exited, Told
 from copyengine.wire.errors import PeerDied
 from copyengine.wire.lifecycle import STOP_GRACE_S
 from copyengine.wire.restarts import Patience, Role
@@ -259,6 +259,36 @@ def test_all_who_hang_are_ended_together_in_time(monkeypatch: pytest.MonkeyPatch
         start_s = time.monotonic()
         run.supervisor.stop()
         assert time.monotonic() - start_s < STOP_GRACE_S
+
+
+@pytest.mark.parametrize("stuck", ["http", "scheduler", "worker", "copyengine"])
+def test_who_does_not_end_takes_no_time_of_the_others(monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
+    """Against their exit codes: who is killed has none of its own."""
+    monkeypatch.setattr(module, "STOP_ALL_S", 2.0)
+    names = [role.name for role in ROLES]
+    with running(PATIENCE, **{name: "stubborn" if name == stuck else "slow" for name in names}) as run:
+        run.tell("SIGINT")
+        assert run.end() == 0
+        run.supervisor.stop()
+        codes = {}
+        while not run.supervisor.notices.empty():
+            if isinstance(notice := run.supervisor.notices.get(), Exited):
+                codes[notice.name] = notice.code
+        assert codes == {name: -signal.SIGKILL if name == stuck else 0 for name in names}
+
+
+def test_who_cannot_be_killed_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four together for KILLED_S, not each."""
+    with running(PATIENCE, **dict.fromkeys((role.name for role in ROLES), "stubborn")) as run:
+        run.tell("SIGINT")
+        assert run.end() == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "STOP_ALL_S", 0.1)
+            patch.setattr(module, "KILLED_S", 1.0)
+            patch.setattr(Child, "kill", lambda child: None)
+            start_s = time.monotonic()
+            run.supervisor.stop()
+            assert time.monotonic() - start_s < 3
 
 
 def test_after_a_second_signal_nobody_is_waited_for_long() -> None:
