@@ -237,11 +237,8 @@ def start_and_serve(config: LaunchConfig, found: Preflight) -> int:
         on_signals(engine.told)
         ready = engine.start()
         out = sys.stdout if config.prompt is None else sys.stderr  # standard output is the answer's
-        print(
-            ready_block(found.model, found.placement, ready, engine.scheduler_endpoint, engine.url),
-            file=out,
-            flush=True,
-        )
+        where = engine.scheduler_endpoint, engine.url, bool(config.api_key)
+        print(ready_block(found.model, found.placement, ready, *where), file=out, flush=True)
         log.info("ready", endpoint=engine.scheduler_endpoint, http=engine.url, took_s=time.monotonic() - start_s)
         return engine.serve() if config.prompt is None else answer(config, engine.scheduler_endpoint)
     finally:

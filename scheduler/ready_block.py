@@ -10,11 +10,16 @@ from copyengine.wire.lifecycle import Ready
 from scheduler.check import REPEATED
 from scheduler.client import DEFAULT_ENDPOINT
 
+VERIFIED = "every expert is compared with what was loaded before it is computed with (--verify-copies)"
+
 Facts = dict[str, str | int | float | bool]
 
 
-def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str, url: str = "") -> str:
-    """What a person needs to know once the engine serves; `url` is the HTTP front's, if there is one."""
+def ready_block(
+    model: Model, placement: Placement, ready: Ready, endpoint: str, url: str = "", asks_for_key: bool = False
+) -> str:
+    """What a person needs to know once the engine serves; `url` is the HTTP front's, if there is one, and
+    `asks_for_key` whether it takes only requests with a key, which is never shown."""
     facts = ready.facts
     age_s = time.time() - psutil.Process().create_time()
     shares = "; slots and KV are each one's, the experts are shared" if int(facts["workers"]) > 1 else ""
@@ -33,7 +38,7 @@ def ready_block(model: Model, placement: Placement, ready: Ready, endpoint: str,
         **({"answers": REPEATED} if facts["deterministic"] else {}),
         "event loop": facts["event_loop"],
         "try": _client_command(endpoint),
-        **({"": _curl_command(url)} if url else {}),
+        **({"": _curl_command(url, asks_for_key)} if url else {}),
     }
     return f"Ready in {age_s:.1f} s\n" + "\n".join(f"  {key:<12}{value}" for key, value in lines.items())
 
@@ -61,6 +66,7 @@ def expert_lines(placement: Placement, facts: Facts) -> dict[str, str]:
         "experts": f"{layers} layers x {experts}, {facts['experts_per_token']} per token; {memory}, "
         f"copied by a {facts['copy_engine']}{because}",
         "demand": threshold if demand else "off: every prefill chunk streams all experts",
+        **({"checks": VERIFIED} if facts["verify_copies"] else {}),
     }
 
 
@@ -86,6 +92,7 @@ def _client_command(endpoint: str) -> str:
     return f'python -m scheduler.client {where}"Once upon a time"'
 
 
-def _curl_command(url: str) -> str:
+def _curl_command(url: str, asks_for_key: bool) -> str:
     body = '{"prompt": "Once upon a time", "max_tokens": 64}'
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = "-H 'Authorization: Bearer KEY' " if asks_for_key else ""
+    return f"curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"

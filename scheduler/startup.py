@@ -184,6 +184,7 @@ def ready_facts(config: SchedulerConfig, service: Service, loaded: list[Loaded])
         "state_slots": first.state_slots,
         "state_nbytes": first.state_nbytes,
         "deterministic": config.deterministic,
+        "verify_copies": config.verify_copies,
         "max_model_len": service.max_model_len,
         "demand_tokens": service.demand_tokens,
         "copy_engine": first.copy_engine,

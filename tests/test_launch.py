@@ -186,7 +186,7 @@ FACTS: dict[str, Any] = {
     "moe_layers": 2, "experts": 512, "experts_per_token": 10, "slots": 1000, "stream_slots": 512, "bank_nbytes": 10**9,
     "pinned_nbytes": 10**9, "pool_nbytes": 1, "kv_tokens": 16, "kv_nbytes": 1, "kv_placement": "host",
     "max_model_len": 16, "demand_tokens": 512, "copy_engine": "thread", "event_loop": "uvloop", "state_slots": 32,
-    "cache_policy": "lrfu", "deterministic": False,
+    "cache_policy": "lrfu", "deterministic": False, "verify_copies": False,
     "state_nbytes": 64_000_000,
 }  # fmt: skip
 
@@ -208,6 +208,9 @@ def test_the_ready_block_says_which_device_and_why(made_up: Model) -> None:
     assert "recurrent" not in without and "http" not in without.lower() and "repeat" not in without
     exact = ready_block(made_up, placement, Ready(FACTS | {"deterministic": True}), "tcp://127.0.0.1:1")
     assert "answers     repeat bit for bit, whatever else is served (--deterministic)" in exact
+    checked = ready_block(made_up, placement, Ready(FACTS | {"verify_copies": True}), "tcp://127.0.0.1:1")
+    assert "--verify-copies" not in without
+    assert "checks      every expert is compared with what was loaded before it is computed with (--verify" in checked
 
 
 def test_the_ready_block_says_where_http_is_served(made_up: Model) -> None:
@@ -215,6 +218,8 @@ def test_the_ready_block_says_where_http_is_served(made_up: Model) -> None:
     block = ready_block(made_up, placement, Ready(FACTS), "tcp://127.0.0.1:1", "http://127.0.0.1:8000")
     assert "  HTTP        http://127.0.0.1:8000/v1\n  live page   http://127.0.0.1:8000/\n" in block
     assert "              curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{" in block
+    keyed = ready_block(made_up, placement, Ready(FACTS), "tcp://127.0.0.1:1", "http://127.0.0.1:8000", True)
+    assert "/v1/completions -H 'Authorization: Bearer KEY' -H 'Content-Type" in keyed
 
 
 def test_the_front_is_told_what_launch_was(made_up: Model, monkeypatch: pytest.MonkeyPatch) -> None:
