@@ -55,8 +55,9 @@ class BankLoader:
     async def load(self, request: Load, tell: Callable[[LoadProgress], Awaitable[None]]) -> Loaded:
         """Load, join the load that runs, or say what is loaded.
 
-        `tell` hears of the progress, at most every PROGRESS_S. ConfigError for a checkpoint or a machine that does not
-        allow it, and for another model than the first one; after a failure any model may be tried.
+        `tell` hears of the progress, at most every PROGRESS_S, and how far each phase was when it ended.
+        ConfigError for a checkpoint or a machine that does not allow it, and for another model than the first one;
+        after a failure any model may be tried.
         """
         if self._task is None:
             self._request = request
@@ -66,12 +67,15 @@ class BankLoader:
         elif request != self._request:
             assert self._request is not None
             raise ConfigError(f"this copy engine holds {self._request.model}; start another one for {request.model}")
-        task, meter, told = self._task, self._meter, None
-        while not task.done():
+        task, meter, told = self._task, self._meter, list[LoadProgress]()
+        over = task.done()
+        while not over:
             await asyncio.wait({task}, timeout=PROGRESS_S)
-            if meter.progress is not None and meter.progress != told:
-                told = meter.progress
-                await tell(told)
+            over = task.done()  # before the phases are looked at: what they say afterwards is final
+            for at, progress in enumerate(list(meter.phases)):
+                if told[at : at + 1] != [progress]:
+                    told[at : at + 1] = [progress]
+                    await tell(progress)
         return task.result()
 
     async def close(self, free_banks: bool = True) -> bool:
@@ -106,22 +110,21 @@ class _Meter:
     """How far the load is. Written by the loading threads, read by the event loop."""
 
     def __init__(self) -> None:
-        self.progress: LoadProgress | None = None
+        self.phases: list[LoadProgress] = []  # how far each was when it ended; the last one runs
         self.stopping = False
         self._lock = threading.Lock()
 
     def start(self, phase: str, total_nbytes: int) -> None:
         """A phase begins."""
-        self.progress = LoadProgress(phase, 0, total_nbytes)
+        self.phases.append(LoadProgress(phase, 0, total_nbytes))
 
     def add(self, nbytes: int) -> None:
         """`nbytes` more are done. RequestRefused, which ends the load, if the copy engine is stopping."""
         if self.stopping:
             raise RequestRefused("stopping", "the copy engine is stopping")
         with self._lock:
-            old = self.progress
-            assert old is not None
-            self.progress = LoadProgress(old.phase, old.done_nbytes + nbytes, old.total_nbytes)
+            old = self.phases[-1]
+            self.phases[-1] = LoadProgress(old.phase, old.done_nbytes + nbytes, old.total_nbytes)
 
 
 def _start_load(device: CopyDevice, run_id: str, request: Load, meter: _Meter) -> Future[Filled]:

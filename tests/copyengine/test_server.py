@@ -358,6 +358,28 @@ def test_banks_that_come_after_their_load_was_cancelled_are_freed(
     assert entries(ledger) == []
 
 
+def test_each_phase_of_a_load_is_told_to_its_end(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends, and the load with it, before the next look at it."""
+    monkeypatch.setattr("copyengine.loading.PROGRESS_S", 10.0)
+    told: list[LoadProgress] = []
+
+    async def test() -> None:
+        loader = BankLoader(HostCopyDevice(), "run")
+
+        async def tell(progress: LoadProgress) -> None:
+            told.append(progress)
+
+        await loader.load(Load(model, "bfloat16", checksums=True), tell)
+        assert loader.banks is not None
+        nbytes = loader.banks.nbytes
+        assert [progress.phase for progress in told] == ["expert banks", "experts", "checksums"]
+        assert all(progress.done_nbytes == progress.total_nbytes for progress in told)
+        assert told[0].total_nbytes == told[2].total_nbytes == nbytes
+        await loader.close()
+
+    run(test(), "selector")
+
+
 def test_a_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     bind = CopyEngineServer.bind
