@@ -46,6 +46,5 @@ class CopyChecks:
         self.steps += 1
         others = f", and {count - 1} more" if count > 1 else ""
         why = DISTRUST.format(self.steps) if self.steps >= MOST_DAMAGED_STEPS else None
-        return RequestRefused(
-            "copy_damaged", f"the copy of expert {expert} of layer {layer} arrived damaged{others}"
-        ), why
+        error = RequestRefused("copy_damaged", f"expert {expert} of layer {layer} is damaged in its slot{others}")
+        return error, why

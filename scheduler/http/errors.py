@@ -202,7 +202,7 @@ def _refused(error: RequestRefused, request_id: str, wording: Wording) -> ApiErr
         case "device_out_of_memory":
             return _unavailable(error.code, "the device had too little memory left for this request; ask again")
         case "copy_damaged":
-            return _unavailable(error.code, "an expert was damaged on its way to the device; ask again")
+            return _unavailable(error.code, "an expert was found damaged before it was computed with; ask again")
         case "bad_logits":
             message = "the model computed something that is no number for this prompt"
             return ApiError(500, "server_error", message, code=error.code)

@@ -98,7 +98,7 @@ def test_a_dma_that_moves_nothing_ends_its_step(model: str, tmp_path: Path, copy
                 lying.happen(copies="lie", at=[2])
                 error = await failure(answer(client, TOKENS, [number, *prompt]))
             assert error.code == "copy_damaged"
-            assert re.search(r"expert \d+ of layer \d+ arrived damaged", error.detail)
+            assert re.search(r"expert \d+ of layer \d+ is damaged in its slot", error.detail)
             lying.happen()
             if number + 1 < MOST_DAMAGED_STEPS:
                 await nothing_damaged(lying)

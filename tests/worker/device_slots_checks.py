@@ -280,7 +280,7 @@ def damaged_slots(place: Place) -> None:
 
 def _named(error: RequestRefused) -> tuple[int, int]:
     """(expert, layer) of the error's text."""
-    found = re.search(r"expert (\d+) of layer (\d+) arrived damaged", str(error))
+    found = re.search(r"expert (\d+) of layer (\d+) is damaged in its slot", str(error))
     assert found, str(error)
     return int(found[1]), int(found[2])
 

@@ -368,7 +368,7 @@ def test_bytes_that_change_in_a_slot_are_found_before_they_are_used(make_rig: Ma
     rig.slots.pool_bytes[rig.slots._state.slot_of[1, 5], 77] ^= 4
     assert rig.slots.verify() == [(1, 5)] == rig.slots.verify()
     rig.step("decode", [[0, 1], [2]])
-    with pytest.raises(RequestRefused, match=r"the copy of expert 5 of layer 1 arrived damaged$"):
+    with pytest.raises(RequestRefused, match=r"^copy_damaged: expert 5 of layer 1 is damaged in its slot$"):
         rig.step("decode", [[0], [5]])
     rig.slots.abort_step()
     assert rig.residents() == {(0, 0), (0, 1), (1, 2)}
