@@ -49,10 +49,13 @@ async def serve(config: WorkerConfig) -> int:
         announce(Ready({**facts, "event_loop": resolve(config.event_loop)}))
         await server.serve()
     except PeerDied as error:
-        log.error("copy_engine_lost", detail=str(error))
+        distrusted = server.engine is not None and server.engine.distrusts_copies()
+        if distrusted:
+            log.error("copies_distrusted", detail=str(error))
+        else:
+            log.error("copy_engine_lost", detail=str(error))
         announce(StartFailed("peer_died", str(error)))
         parted = await link.detach()
-        distrusted = server.engine is not None and server.engine.distrusts_copies()
         code = 1 if link.kind == "thread" or (parted and not distrusted) else EXIT_PEER
     except Exception:
         code = 1  # also if it ends below without raising it

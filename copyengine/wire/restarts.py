@@ -265,7 +265,7 @@ class Restarts:
         """Another one cannot work with it: it is of no use, whatever it does."""
         if code == "config":
             return [GiveUp(PeerDied(f"{place.role.name} cannot be taken back: {detail}"))]
-        place.last_word = detail
+        place.last_word = place.last_word or detail  # what it said itself names the cause
         return [Kill(place.role.name)]
 
     def _failed(self, place: _Place, code: str, detail: str) -> list[Action]:
@@ -297,7 +297,7 @@ class Restarts:
         for need in needs:
             if need.runs:
                 need.endpoint = ""  # nothing is started with it any more
-                need.last_word = need.last_word or cause
+                need.last_word = need.last_word or f"launch kills it if it still runs, because {cause}"
                 actions.append(Kill(need.role.name))
         return actions
 

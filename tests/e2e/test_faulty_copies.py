@@ -116,7 +116,9 @@ def test_a_copy_that_moves_nothing_ends_its_step_and_no_token_is_ever_wrong(veri
                 await asyncio.gather(*map(ask, names[i : i + 4]))
             assert (await asyncio.to_thread(verified_slots, verifying.engine)).damaged == []
         verifying.happen()
-        assert right >= 16 and all(re.search(r"expert \d+ of layer \d+ arrived damaged", text) for text in damaged)
+        assert right >= 16 and all(
+            re.search(r"expert \d+ of layer \d+ is damaged in its slot", text) for text in damaged
+        )
         steps = (await client.stats()).workers[0].failed_steps["copy_damaged"] - failed_before
         assert 1 <= steps <= len(damaged) and steps < MOST_DAMAGED_STEPS
 
@@ -142,7 +144,11 @@ def test_after_some_damaged_steps_copy_engine_and_worker_are_started_anew(verify
         assert kept == ["scheduler"]
         assert await answer(client, TOKENS, SHORT) == before
         assert (await asyncio.to_thread(worker_stats, verifying.engine)).damaged_steps == 0
-        assert f"damaged experts in {MOST_DAMAGED_STEPS} steps" in verifying.engine.text()
+        said = verifying.engine.text()
+        why = f"damaged experts in {MOST_DAMAGED_STEPS} steps"
+        assert re.search(rf"event=copies_distrusted detail=.*{why}", said)
+        assert "event=copy_engine_lost" not in said
+        assert re.search(rf"copyengine was killed by SIGKILL: .* because worker0 ended with exit code 3: .*{why}", said)
 
     over(verifying, session)
 

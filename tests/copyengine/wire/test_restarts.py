@@ -304,6 +304,24 @@ def test_nothing_is_started_with_a_copy_engine_that_is_given_up() -> None:
     world.check_serving()
 
 
+@pytest.mark.parametrize("said_first", [True, False])
+def test_who_ends_a_copy_engine_and_why_is_told(said_first: bool) -> None:
+    """A worker has said why it parts with it; the scheduler misses the worker before or after."""
+    world = served()
+    why, at = "damaged experts in 3 steps", world.restarts.endpoint("worker0")
+    words = [
+        Said("worker0", StartFailed("peer_died", why)),
+        Said("scheduler", PeerLost("worker0", at, "peer_died", "it is gone")),
+    ]
+    for said in words if said_first else words[::-1]:
+        world.restarts.take(said, world.now_s)
+    world.die("worker0", EXIT_PEER)
+    world.settle()
+    world.check_serving()
+    because = f"launch kills it if it still runs, because worker0 ended with exit code 3: {why};"
+    assert world.said[0].startswith(f"copyengine was killed by SIGKILL: {because}")
+
+
 def test_five_deaths_in_a_row_are_given_up_with_the_first_cause() -> None:
     world = served()
     world.die("worker1", KILLED)
