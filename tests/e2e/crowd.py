@@ -22,10 +22,9 @@ SMALL = Sizes(
     layers=2, hidden=64, intermediate=64, experts=16, experts_per_token=2, heads=4, kv_heads=2, head_dim=16,
     vocab_size=512, max_position=9216, shards=1,
 )  # fmt: skip
-LOOPS = ["uvloop", "windows"]
+LOOPS = ["uvloop", pytest.param("windows", marks=pytest.mark.slow)]
+"""One by default: a crowd takes its time, and both loops serve smaller ones in the other tests."""
 AND_CUDA = [*LOOPS, pytest.param("cuda", marks=pytest.mark.gpu)]
-ONE_LOOP = ["uvloop", pytest.param("windows", marks=pytest.mark.slow), AND_CUDA[-1]]
-"""Of what the loop has little to do with."""
 NAMES = ("copyengine", "worker0", "scheduler", "http")
 TASK_SHIM = Path(__file__).parent / "task_shim"
 SETTLE_S = 30.0

@@ -109,6 +109,7 @@ SOME = [
 """Each pair of settings is in one of them."""
 
 
+@pytest.mark.slow
 def test_answers_repeat_bit_for_bit_in_the_built_in_model(goldens: Path) -> None:
     check_same(Case(""), [Arm(64, streamed=True, workers=1)], goldens, new_tokens=8, lengths=(140, 270))
 
@@ -117,6 +118,7 @@ def test_answers_repeat_bit_for_bit_over_recurrent_states(goldens: Path) -> None
     check_same(Case("qwen3_next"), REDUCED, goldens, lengths=LENGTHS[1:])
 
 
+@pytest.mark.slow
 def test_answers_repeat_bit_for_bit_over_latent_attention_in_16_bits(goldens: Path) -> None:
     check_same(Case("deepseek_v3", "bfloat16"), REDUCED[1:], goldens, lengths=LENGTHS[1:])
 

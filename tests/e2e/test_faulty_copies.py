@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-@pytest.fixture(scope="module", params=["uvloop", "windows"])
+@pytest.fixture(scope="module", params=["uvloop", pytest.param("windows", marks=pytest.mark.slow)])
 def verifying(
     request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FaultyEngine]:

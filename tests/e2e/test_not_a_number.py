@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from copyengine.checkpoint.random_model import write_random_model
 from scheduler.client import Client, RequestRefused
 from scheduler.protocol import Sampling
-from tests.e2e.crowd import ONE_LOOP, SMALL, engine_on, prompt_of, settled, stats_of
+from tests.e2e.crowd import AND_CUDA, SMALL, engine_on, prompt_of, settled, stats_of
 from tests.e2e.engine import Engine
 
 SIZES = replace(SMALL, layers=4, experts=64, max_position=1024)
@@ -110,7 +110,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory, sound: list[Answer]) -> lis
     return [there != here for there, here in zip(others, sound, strict=True)]
 
 
-@pytest.fixture(scope="module", params=ONE_LOOP)
+@pytest.fixture(scope="module", params=AND_CUDA)
 def spoilt(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with engine_on(request.param, write(tmp_path_factory.mktemp("spoilt"), spoil=True), *FLAGS) as engine:
         yield engine

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from scheduler.client import Client
-from tests.e2e.crowd import ONE_LOOP, engine_on, prompt_of, sampling, stretch, tokens_of, write_small_model
+from tests.e2e.crowd import LOOPS, engine_on, prompt_of, sampling, stretch, tokens_of, write_small_model
 from tests.e2e.engine import Engine
 
 CHUNK, DEMAND = 2048, 512
@@ -37,7 +37,7 @@ TOO_BUSY = 3.0
 single steps then wait for a processor longer than they compute."""
 
 
-@pytest.fixture(scope="module", params=ONE_LOOP[:2])
+@pytest.fixture(scope="module", params=LOOPS)
 def small(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with engine_on(request.param, write_small_model(tmp_path_factory.mktemp("small")), *FLAGS) as engine:
         yield engine

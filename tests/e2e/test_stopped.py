@@ -89,7 +89,8 @@ def test_who_is_stopped_for_a_while_goes_on(event_loop: str, seconds: float) -> 
         assert engine.stop(signal.SIGTERM) == 0
 
 
-@pytest.mark.parametrize("event_loop", ["selector", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a minute of waiting; tests/copyengine/wire/test_supervisor.py has the same of lighter processes
+@pytest.mark.parametrize("event_loop", ["selector", "auto"])
 def test_who_is_stopped_for_good_is_dead_after_the_watchdogs_time(event_loop: str) -> None:
     """Answers that need it end with an error then, and the next ones are right. launch.py has nobody who watches it:
     answers go on without it, and a kill of it while it is stopped leaves nothing."""
