@@ -94,7 +94,7 @@ def by_http(engine: Engine) -> tuple[set[str], set[str]]:
     return good, bad
 
 
-@pytest.mark.parametrize("level", ["info", pytest.param("debug", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", ["debug", pytest.param("info", marks=pytest.mark.slow)])
 def test_every_line_of_a_run_is_a_documented_event_without_a_request_s_words(cache: Any, level: str) -> None:
     """And each request, whether answered, refused, failed, aborted or left, has left one."""
     with running("--http-port", "0", "--api-key", KEY, "--log-level", level, "--slots", "64") as engine:
