@@ -172,8 +172,8 @@ class RpcServer(Generic[Req, Rep]):
     async def close(self) -> None:
         """Cancel what is being served and close the socket; replies already sent are still delivered.
 
-        libzmq drops what a client with ZMQ_IMMEDIATE has received but not read when the connection closes, so the last
-        reply is given REPLY_GRACE_S.
+        The last reply is given REPLY_GRACE_S, for clients that drop what they have not read when the connection closes,
+        as those with ZMQ_IMMEDIATE do.
         """
         for task in list(self._tasks):
             task.cancel()
@@ -270,9 +270,15 @@ class RpcClient(Generic[Req, Rep]):
         # Takes what is there at once: a future for each reply takes longer than the reply.
         self._receiver: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # never queue for a dead server: its successor must not see old calls
+        # Who queues nothing for a server that is not there (ZMQ_IMMEDIATE) also loses what it sent before it went. So
+        # requests wait for a connection here, and `_left` drops what the next server must not see: old calls.
+        self._connected = asyncio.Event()
+        if endpoint.startswith("inproc:"):  # has no connections that come and go
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._connected.set()
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._arriving: Awaitable[list[bytes]] | None = None  # what `_read` waits for
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(endpoint)
         except (zmq.ZMQError, UnicodeEncodeError) as error:
@@ -321,6 +327,11 @@ class RpcClient(Generic[Req, Rep]):
         replies = self._calls[number] = asyncio.Queue()
         try:
             async with asyncio.timeout(deadline_s):
+                await self._connected.wait()
+                if self._closed:
+                    raise self._gone("the connection was closed")
+                if self._broken:
+                    raise self._broken
                 await self._socket.send_multipart([number, frame])
             while True:
                 async with asyncio.timeout(deadline_s):
@@ -345,6 +356,7 @@ class RpcClient(Generic[Req, Rep]):
     async def close(self) -> None:
         """End all calls with PeerDied and close the socket, also if this is cancelled. No-op the second time."""
         self._closed = True
+        self._connected.set()  # who waits for it learns that it is over
         for task in self._tasks:
             task.cancel()
         try:
@@ -379,18 +391,28 @@ class RpcClient(Generic[Req, Rep]):
         what = f"the replies of the {self._peer} at {self.endpoint}"
         self._broken = PeerError(f"{what} cannot be read any more: {unforeseen(error)}")
         self._fail_all(self._broken)
+        self._connected.set()
 
     def _gone(self, why: str) -> PeerDied:
         return PeerDied(f"the {self._peer} at {self.endpoint} is gone: {why}")
 
     async def _read(self) -> None:
         while True:
-            self._take(await self._socket.recv_multipart())
-            self._take_what_is_there()
+            self._arriving = self._socket.recv_multipart()
+            await self._arriving
+            self._take_arrived()
+            self._take_what_is_there(READ_AT_ONCE)
             await asyncio.sleep(0)  # waiting for what is there already lets nobody else run
 
-    def _take_what_is_there(self) -> None:
-        for _ in range(READ_AT_ONCE):
+    def _take_arrived(self) -> None:
+        """What the future has for which `_read` waits, once."""
+        if isinstance(self._arriving, asyncio.Future) and self._arriving.done() and not self._arriving.cancelled():
+            arrived, self._arriving = self._arriving, None
+            self._take(arrived.result())
+
+    def _take_what_is_there(self, most: int | None = None) -> None:
+        """No more than `most` replies."""
+        for _ in itertools.count() if most is None else range(most):
             try:
                 frames = self._receiver.recv_multipart(LAST)
             except zmq.Again:
@@ -413,5 +435,18 @@ class RpcClient(Generic[Req, Rep]):
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self.lost.set()
-                self._fail_all(self._gone("its connection closed"))
+                self._left()
+            else:
+                self._connected.set()
+
+    def _left(self) -> None:
+        """The server closed the connection: hand over what it sent before, end the other calls, drop what is unsent."""
+        was_connected = self._connected.is_set()
+        self._connected.clear()
+        self._take_arrived()
+        self._take_what_is_there()
+        self.lost.set()
+        self._fail_all(self._gone("its connection closed"))
+        if was_connected:  # else nothing was sent, and libzmq tries again at its own pace
+            self._socket.disconnect(self.endpoint)
+            self._socket.connect(self.endpoint)

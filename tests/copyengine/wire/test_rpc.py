@@ -21,6 +21,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from msgspec import Struct
+from zmq.utils.monitor import parse_monitor_message
 
 from copyengine.wire import rpc
 from copyengine.wire.errors import (
@@ -331,6 +332,26 @@ def test_the_last_reply_arrives_although_the_server_closes_after_it() -> None:
     in_both_loops(test)
 
 
+def test_replies_that_came_before_the_server_left_reach_a_client_that_was_busy() -> None:
+    """Its event loop stands still from before they come until the connection has closed; an open call then ends."""
+
+    async def test() -> None:
+        async with answered_by_hand() as (router, client):
+            calls = [asyncio.create_task(client.call(Ask("x"), 60)) for _ in range(21)]
+            asked = [await router.recv_multipart() for _ in calls]
+            sender: zmq.Socket[bytes] = zmq.Socket.shadow(router)
+            for i, (peer, number, _) in enumerate(asked[:20]):
+                sender.send_multipart([peer, number, msgspec.msgpack.encode(Answer("x", i))])
+            time.sleep(0.2)  # noqa: ASYNC251
+            router.close(linger=1000)
+            time.sleep(0.3)  # noqa: ASYNC251
+            answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+            assert answers[:20] == [Answer("x", i) for i in range(20)]
+            assert isinstance(answers[20], PeerDied)
+
+    in_both_loops(test)
+
+
 def test_closing_a_client_ends_its_calls() -> None:
     """Those that wait for an answer and those that wait for a connection; none looks as if it were cancelled."""
 
@@ -492,8 +513,12 @@ def test_calls_end_at_once_if_a_listener_of_the_client_fails(
     def fail(_: object) -> None:
         raise ZeroDivisionError("a bug")
 
+    def fail_at_the_end(frames: list[bytes]) -> Any:
+        event = parse_monitor_message(frames)
+        return event if event["event"] != zmq.EVENT_DISCONNECTED else fail(event)
+
     if listener == "of the connection's end":
-        monkeypatch.setattr(rpc, "parse_monitor_message", fail)
+        monkeypatch.setattr(rpc, "parse_monitor_message", fail_at_the_end)
 
     async def test() -> None:
         async with answered_by_hand() as (router, client):
