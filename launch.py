@@ -31,6 +31,7 @@ from copyengine.wire.errors import ConfigError, SlotstreamError
 from copyengine.wire.lifecycle import EXIT_CONFIG, STOP_GRACE_S, Ready
 from copyengine.wire.logs import Log, configure_logging
 from copyengine.wire.restarts import Patience, Role
+from copyengine.wire.standard_streams import open_closed_streams
 from copyengine.wire.supervisor import Command, Supervisor
 from scheduler import client_cli
 from scheduler.check import Settings, report
@@ -266,6 +267,7 @@ def answer(config: LaunchConfig, endpoint: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an output that is not UTF-8 gets what it can of a model's name
     try:

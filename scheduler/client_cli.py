@@ -16,6 +16,7 @@ import msgspec
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, SlotstreamError
 from copyengine.wire.lifecycle import EXIT_CONFIG
 from copyengine.wire.loop import loop_factory
+from copyengine.wire.standard_streams import open_closed_streams
 from scheduler.client import DEFAULT_ENDPOINT, Answer, Client
 from scheduler.json_grammar import json_of
 from scheduler.protocol import Finished, Message, Sampling
@@ -280,6 +281,7 @@ def run(stated: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
+    open_closed_streams()
     try:
         run(parser().parse_args(argv))
     except ConfigError as error:
