@@ -4,6 +4,7 @@ A copy is over when `copy` returns, so both streams are trivially in order. Segm
 them: its `close` removes the name. What a killed process leaves behind, `reclaim_stale` removes (see ledger.py).
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -83,6 +84,11 @@ def create_segment(run_id: str, label: str, nbytes: int, on_bytes: OnBytes | Non
             ledger_file.unlink()
         except (OSError, MemoryError) as error:
             ledger_file.unlink()
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ConfigError(
+                    f"cannot open a segment of shared memory ({label}): {error.strerror}; "
+                    "let processes open more files (`ulimit -n`)"
+                ) from None
             raise ConfigError(
                 f"cannot allocate {nbytes} bytes of shared memory ({label}): {error}; "
                 "free memory, raise the limit on shared memory, or ask for less"

@@ -3,6 +3,8 @@
 Child processes run with `-W error`; the resource tracker reports its complaints on standard error, which must be empty.
 """
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -149,6 +151,15 @@ def test_a_handle_that_lies_is_refused() -> None:
         with pytest.raises(WireError, match="not"):
             attach_segment(MemoryHandle("shm", segment.handle.name, nbytes))
     segment.close()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE])
+def test_no_room_for_open_files_is_not_called_a_lack_of_memory(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause and the remedy are named; the fixture sees that nothing is left."""
+    monkeypatch.setattr("copyengine.device.host._Shared", Mock(side_effect=OSError(error, os.strerror(error))))
+    with pytest.raises(ConfigError, match=r"open files.*ulimit -n") as raised:
+        create_segment("run", "pool", 100)
+    assert "memory, raise" not in str(raised.value) and "bytes" not in str(raised.value)
 
 
 def test_many_threads_make_map_and_free(capfd: pytest.CaptureFixture[str]) -> None:
