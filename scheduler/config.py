@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from copyengine.budget import MemoryPlacement
 from copyengine.placement import CopyEngineChoice, DeviceChoice
 from copyengine.protocol import ExpertActivations, LoadFormat
+from copyengine.wire.errors import ConfigError
 from copyengine.wire.logs import LogLevel
 from copyengine.wire.loop import EventLoop
 from copyengine.wire.restarts import DRAIN_TIMEOUT_S
@@ -34,6 +35,10 @@ DEFAULT_PORT = 5757
 DEFAULT_READY_TIMEOUT_S = 120.0
 """Without progress: pinning of a large bank, or kernels that are compiled for the first time, say nothing for up to a
 minute. Fewer would refuse good starts, more only say later that a disk or a driver hangs."""
+
+LEAST_WATCHDOG_S = 1.0
+"""Of --watchdog-s, but for 0: a process that is well answers this late at times, as DEFAULT_WATCHDOG_S says. Less kills
+what works."""
 
 DEFAULT_WATCHDOG_S = 20.0
 """Longer than an event loop is held up by anything that is well: 0.9 s by the largest tokenizer's grammars, 0.6 s by
@@ -179,7 +184,7 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             ge=0,
             le=86400,
             description="seconds that a serving process may leave the question whether it is alive unanswered; then it "
-            "is killed and started anew; 0: for ever, as under a debugger",
+            "is killed and started anew; 1 at least, or 0: for ever, as under a debugger",
         ),
     ] = DEFAULT_WATCHDOG_S
     drain_timeout_s: Annotated[
@@ -187,3 +192,11 @@ class LaunchConfig(ServingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(ge=0, le=86400, description="seconds that running requests may take to finish after SIGTERM"),
     ] = DRAIN_TIMEOUT_S
     prompt: Annotated[str | None, Meta(description="answer this prompt, print the figures and exit")] = None
+
+    def __post_init__(self) -> None:
+        """ConfigError about what one field's bounds cannot say."""
+        if 0 < self.watchdog_s < LEAST_WATCHDOG_S:
+            raise ConfigError(
+                f"--watchdog-s {self.watchdog_s:g}: processes that are well would be killed; "
+                f"{LEAST_WATCHDOG_S:g} at least, or 0 for ever"
+            )

@@ -456,3 +456,11 @@ def test_workers_share_the_cores_but_for_deterministic_ones(monkeypatch: pytest.
     for cores, workers, shared, own in ((None, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (9, 1, 8, 8), (9, 3, 2, 8)):
         monkeypatch.setattr("psutil.cpu_count", lambda logical, cores=cores: cores)
         assert launch.compute_threads(workers, False) == shared and launch.compute_threads(workers, True) == own
+
+
+@pytest.mark.parametrize("value", ["0.0001", "0.999"])
+def test_a_watchdog_that_would_kill_what_is_well_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--watchdog-s {value}: .*1 at least, or 0"):
+        cli.parse(LaunchConfig, ["--watchdog-s", value], "launch.py")
+    for taken in ("0", "1", "20"):
+        assert cli.parse(LaunchConfig, ["--watchdog-s", taken], "launch.py").watchdog_s == float(taken)
