@@ -4,6 +4,7 @@ Tokenizer and chat template are read and run by libraries that a file of a few k
 them take all memory there is, never return, or fall over. What does so here costs a process that nobody needs.
 """
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -17,24 +18,23 @@ import psutil
 
 from copyengine.checkpoint.directory import read_config
 from copyengine.wire.errors import ConfigError, RequestRefused
-from copyengine.wire.lifecycle import EXIT_CONFIG
-from copyengine.wire.logs import Log
+from copyengine.wire.lifecycle import EXIT_CONFIG, Order, watch_parent
 from scheduler.chat_template import ChatTemplate
 from scheduler.panics import Panic
 from scheduler.tokenize import FILES, TextCodec, load_text_codec
 
 TRIAL_S = 60.0
-"""Seconds that the trial may take, as long as a text may take to become tokens; a tokenizer of 150,000 tokens takes
-2 to 3 (AMD EPYC, 2026-11)."""
+"""Seconds that the trial may take, as long as a text may take to become tokens. The parent ends it then; it ends itself
+too, where there is no parent any more."""
 
 TRIAL_NBYTES = 2 * 2**30
-"""Memory that it may take: ten times what a tokenizer of 150,000 tokens does."""
+"""Memory that it may take, which the parent alone looks at: far more than any real tokenizer does."""
 
 LOOK_S = 0.02
 """Between two looks at how much memory it takes."""
 
-MAX_REASON_CHARS = 2000
-"""Of what the trial says is wrong with a file, for one line at the start."""
+MAX_REASON_NBYTES = 2000
+"""Of what the trial says is wrong with a file, for one line at the start. A pipe takes it before anybody reads."""
 
 PLAIN = ("Hello, world! 12345 (x) = y_z;\n\tnaïve café 日本語 🦊 " * 20, " a\u0301 b  c", "")
 """Texts that every tokenizer must take, but for what it has no token for."""
@@ -50,8 +50,6 @@ _TURNS = [{"role": role, "content": "x y"} for role in ("user", "assistant")] * 
 CHATS = (_TURNS[:1], [{"role": "system", "content": "s"}, *_TURNS, _TURNS[0]])
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 
-log = Log(__name__)
-
 
 class TextTrial:
     """The trial of a model's text files, which runs beside whatever else is looked at inside `with`."""
@@ -65,7 +63,7 @@ class TextTrial:
         if directory and self._found:
             argv = [sys.executable, "-m", "scheduler.text_trial", str(directory), hf_overrides]
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
-            self._process = subprocess.Popen(argv, stdin=null, stdout=pipe, stderr=null)
+            self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=null)
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +79,7 @@ class TextTrial:
             return
         code = self._watched(self._process)
         assert self._process.stdout is not None
-        said = self._process.stdout.read(MAX_REASON_CHARS).decode(errors="replace").strip()
+        said = self._process.stdout.read(MAX_REASON_NBYTES).decode(errors="replace").strip()
         if code == EXIT_CONFIG and said:
             raise ConfigError(said)
         if code:
@@ -140,7 +138,6 @@ def _try_chat(codec: TextCodec, template: ChatTemplate, chat: Sequence[Any], too
                 f"{template.origin}: the chat template takes too much over a chat of {len(chat)} short messages: "
                 f"{refused.__cause__}"
             ) from None
-        log.info("template_objects", code=refused.code)
 
 
 def _try_growth(codec: TextCodec, path: Path) -> None:
@@ -197,13 +194,20 @@ def _try_grammars(codec: TextCodec, vocab_size: int, directory: Path) -> None:
     try:
         codec.grammars(vocab_size)
     except ValueError as error:
-        if isinstance(error.__cause__, Panic):
+        if isinstance(error.__cause__, Panic):  # otherwise it knows no such tokenizer: the start says so
             raise ConfigError(f"{directory / 'tokenizer.json'}: llguidance fails over it: {error}") from None
-        log.info("texts_refused", detail=str(error))  # it knows no such tokenizer: the start says so
+
+
+def _end(order: Order) -> None:
+    if order == "stop":
+        os._exit(1)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The trial; the exit code. What is wrong is said on standard output."""
+    """The trial; the exit code. What is wrong is said on standard output. Standard input's end ends it."""
+    watch_parent(_end)
+    # not a thread of Python's, which could not run while a library holds the interpreter's lock
+    faulthandler.dump_traceback_later(TRIAL_S, exit=True)
     directory = Path(argv[0])
     try:
         config = read_config(directory, argv[1])
@@ -212,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
         vocab_size = config.get("vocab_size")
         _try_grammars(codec, vocab_size if isinstance(vocab_size, int) else len(codec.tokens()), directory)
     except ConfigError as error:
-        sys.stdout.buffer.write(str(error).encode(errors="replace"))
+        sys.stdout.buffer.write(str(error).encode(errors="replace")[:MAX_REASON_NBYTES])
         return EXIT_CONFIG
     return 0
 

@@ -2,14 +2,18 @@
 
 import base64
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from copyengine.wire.errors import ConfigError
 from scheduler import text_trial
+from scheduler.template_limits import RENDER_S
 from scheduler.text_trial import TextTrial
 from tests.scheduler.rig import CORPUS, train_tokenizer
 
@@ -32,6 +36,7 @@ def added(number: int, text: str) -> dict[str, Any]:
 
 
 TENFOLD = [replace({"String": "a"}, "a" * 10)] * 9
+SLOW = several("normalizers", *[replace({"String": "a"}, "a")] * 100_000)
 
 HARMFUL: list[tuple[dict[str, Any], str]] = [
     ({"normalizer": charsmap(b"")}, r"tokenizer\.json: cannot be read: Precompiled"),
@@ -70,13 +75,54 @@ def test_what_does_harm_is_refused_by_name(tmp_path: Path, parts: dict[str, Any]
 @pytest.mark.parametrize("parts", [
     {"normalizer": several("normalizers", *TENFOLD)}, {"decoder": several("decoders", *TENFOLD)},
 ])  # fmt: skip
-def test_what_takes_all_time_or_memory_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]
-) -> None:
+def test_what_takes_all_memory_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]) -> None:
     """A thousand million characters of one."""
-    monkeypatch.setattr(text_trial, "TRIAL_S", 3.0)
-    with pytest.raises(ConfigError, match=r"take more than .* (s|bytes of memory) to be read and tried"):
+    monkeypatch.setattr(text_trial, "TRIAL_NBYTES", 300 * 2**20)
+    with pytest.raises(ConfigError, match=r"take more than 314,572,800 bytes of memory to be read and tried"):
         tried(write(tmp_path, **parts))
+
+
+def test_what_takes_all_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_trial, "TRIAL_S", 2.0)
+    with pytest.raises(ConfigError, match=r"take more than 2 s to be read and tried"):
+        tried(write(tmp_path, normalizer=SLOW))
+
+
+def test_the_trial_ends_itself_in_the_middle_of_a_librarys_call(tmp_path: Path) -> None:
+    """With nobody who ends it: its standard input stays open."""
+    write(tmp_path, normalizer=SLOW)
+    code = "import sys; from scheduler import text_trial as t; t.TRIAL_S = 2.0; sys.exit(t.main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, str(tmp_path), "{}"]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(argv, stdin=pipe, stdout=null, stderr=pipe) as trial:
+        assert trial.stderr is not None
+        assert b"Timeout" in trial.stderr.read()
+        assert trial.wait(60) == 1
+
+
+def test_the_trial_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """Against a template over which it would go on for RENDER_S."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    (tmp_path / "chat_template.jinja").write_text(loops, "utf-8")
+    code = (
+        "import pathlib, sys; from scheduler.text_trial import TextTrial\n"
+        "with TextTrial(pathlib.Path(sys.argv[1]), '{}') as t: print(t._process.pid, flush=True); t.passed()"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        trial = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    psutil.wait_procs([trial], timeout=RENDER_S - 1)
+    assert not trial.is_running() or trial.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_long_reason_is_cut_before_it_is_written(tmp_path: Path) -> None:
+    """Against a pipe of 64 KiB that nobody reads until the process has ended."""
+    with pytest.raises(ConfigError, match="cannot be read") as refused:
+        tried(write(tmp_path, added_tokens=[added(5000, "x"), "y" * 200_000]))
+    assert len(str(refused.value)) <= text_trial.MAX_REASON_NBYTES
 
 
 def test_what_is_as_it_should_be_passes(tmp_path: Path) -> None:
