@@ -197,8 +197,8 @@ HealthPhase = Literal["loading", "ready", "draining", "restarting", "dead"]
 class HealthReply(Struct, frozen=True, tag=True):
     """`phase` says why `ready` is false, and `detail`, of "restarting" and "dead", what the first worker died of.
 
-    `max_model_len` and `vocab_size` are 0 until the model has loaded for the first time. `places` are the requests that
-    may run or wait at a time; with one more it is refused.
+    `max_model_len` and `vocab_size` are 0 until the model has loaded for the first time. `places` are the answers that
+    may run or wait at a time; with one more its request is refused.
 
     `loading` names what is being read or allocated at this moment, with its worker where that is known of several, and
     is empty if nothing is: at the start, and while a worker that was started anew loads, which is in "restarting", or

@@ -99,12 +99,16 @@ class Answering:
         self._stirred = asyncio.Event()  # something below changed, or there are events
         self._unaccepted = len(prompts)
         self._unended = len(prompts)
+        self._places = [prompt.sampling.n for prompt in prompts]
         self._usages: list[Usage] = []
 
     @property
-    def unended(self) -> int:
-        """Prompts that the engine has not answered to their ends."""
-        return self._unended
+    def places(self) -> int:
+        """Of the engine's places at least so many are taken: one by each choice that has not begun.
+
+        Of those that have begun, only one of a prompt: when the others end the engine says with the last of them.
+        """
+        return sum(self._places)
 
     @property
     def usage(self) -> Usage:
@@ -184,7 +188,11 @@ class Answering:
 
     async def _take(self, answer: Answer, first: int, observers: list[Observer]) -> list[Choice]:
         """Take the answer whose choice 0 is called `first`; how its choices ended."""
+        i, n, begun = first // len(observers), len(observers), set[int]()
         async for tokens in answer:
+            if tokens.token_ids and tokens.index not in begun:
+                begun.add(tokens.index)
+                self._places[i] = max(1, n - len(begun))
             self._add(first, tokens)
             observers[tokens.index].token(len(tokens.token_ids))
         assert answer.finished
@@ -194,6 +202,7 @@ class Answering:
         self._events.extend(End(first + j, end) for j, end in enumerate(ends))
         self._usages.append(answer.finished.usage)
         self._unended -= 1
+        self._places[i] = 0
         return ends
 
     def _accept(self) -> None:

@@ -15,7 +15,7 @@ from copyengine.wire.logs import Log
 from scheduler.http.access import Access
 from scheduler.http.answering import TooSlow
 from scheduler.http.error_log import log_http_error
-from scheduler.http.errors import ApiError, api_error, draining, internal, queue_full
+from scheduler.http.errors import ApiError, api_error, draining, internal
 from scheduler.http.front import Call, Front, Route
 from scheduler.http.reading import Body, ClientLeft, Room, check_headers, decoded
 from scheduler.http.sse import EventStream
@@ -61,7 +61,7 @@ class App:
         try:
             route, params = self._admit(scope, headers)
             content = await body.read()
-            self._check_room(route)
+            await self._check_room(route)
             asked = decoded(self._decoders[id(route)], content) if id(route) in self._decoders else None
         except ClientLeft:
             return
@@ -88,11 +88,10 @@ class App:
         check_headers(headers, takes_json=route.body is not None)
         return route, params
 
-    def _check_room(self, route: Route) -> None:
+    async def _check_room(self, route: Route) -> None:
         """ApiError 429, before anything is made of the body. Not before it is read: the connection goes on so."""
-        if route.asks and self._front.full:
-            self._front.metrics.refused.inc()
-            raise queue_full(self._front.engine.known_places)
+        if route.asks and await self._front.engine.places():
+            self._front.check_room()
 
     async def _serve(self, route: Route, call: Call[Any], scope: Scope, receive: Receive, send: Send) -> None:
         """Send the endpoint's response, or the error that it, or the response before its first byte, ends with."""

@@ -1,6 +1,7 @@
 """What the engine says of itself: whether it takes requests, and how long one may be."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
@@ -80,6 +81,13 @@ class EngineState:
         if not reply.ready:
             raise engine_unavailable(reply)
         return reply
+
+    async def places(self) -> int:
+        """Answers that may run or wait at a time; 0 if that is not known: no worker lives, or nobody answers."""
+        if not self.known_places:
+            with contextlib.suppress(PeerError):
+                await self.ask()
+        return self.known_places
 
     async def max_model_len(self) -> int:
         """Tokens of prompt and answer that one request may have; 0 if that was never said: the model still loads."""

@@ -110,8 +110,11 @@ def engine_unavailable(health: HealthReply | None) -> ApiError:
 
 
 def queue_full(places: int) -> ApiError:
-    """429: as many requests as the engine has places for have come before this one."""
-    message = f"{places} requests run or wait already, which is all that may (--max-queued-requests)"
+    """429: what has come before this request leaves it too few of the engine's places."""
+    message = (
+        f"{places} answers may run or wait at a time (--max-running-requests, --max-queued-requests), "
+        "and what was asked for before leaves too few for this request"
+    )
     return _too_many(message)
 
 

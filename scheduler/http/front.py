@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from msgspec import Struct
 from starlette.responses import Response
@@ -15,7 +15,7 @@ from scheduler.http.answering import Answering, Prompt
 from scheduler.http.config import HttpConfig
 from scheduler.http.default_sampling import DefaultSampling
 from scheduler.http.engine_state import EngineState
-from scheduler.http.errors import unknown_model
+from scheduler.http.errors import queue_full, unknown_model
 from scheduler.http.live import Live
 from scheduler.http.metrics import Metrics
 from scheduler.tokenize import TextCodec
@@ -78,10 +78,15 @@ class Front:
         """What runs `prompts`, which all have the same n; see Answering of its use.
 
         RequestRefused for what the engine would refuse as it is written: that need not be sent, and some could not.
+        ApiError 429 if those that were sent before leave too few places for all choices. Of more choices than there
+        are places at all the engine says what is wrong.
         """
         for prompt in prompts:
             self._check(prompt)
         self._coming.discard(request_id)
+        choices = sum(prompt.sampling.n for prompt in prompts)
+        if choices <= self.engine.known_places < self._asked + choices:
+            self._refuse()
         return Answering(self.client, prompts, self.observe, request_id, self._answering)
 
     def _check(self, prompt: Prompt) -> None:
@@ -92,15 +97,32 @@ class Front:
             check_sampling(sampling, vocab_size)
             check_prompt(prompt.token_ids, vocab_size, sampling, self.engine.known_max_model_len)
 
+    def check_room(self) -> None:
+        """ApiError 429 if `full`: for a request of which nothing is known yet."""
+        if self.full:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        self.metrics.refused.inc()
+        raise queue_full(self.engine.known_places)
+
+    @property
+    def _asked(self) -> int:
+        """Places of the engine that are taken by what was sent from here, at least."""
+        return sum(answering.places for answering in self._answering)
+
     @property
     def full(self) -> bool:
-        """Whether the engine would refuse one more prompt, for those that have come here before it alone.
+        """Whether the engine would refuse one more choice, for those that have come here before it alone.
 
-        It says so itself, but later: of 200 requests at once each is decoded, checked and put into tokens by then, and
-        the last is refused after 0.2 s instead of 0.06 (2 busy cores of an AMD EPYC, 2026-11).
+        A request that has come, but is not put into tokens yet, counts as one choice: it has at least that. Never while
+        it is not known how many places there are.
+
+        The engine says so itself, but later: of 200 requests at once each is decoded, checked and put into tokens by
+        then, and the last is refused after 0.2 s instead of 0.06 (2 busy cores of an AMD EPYC, 2026-11).
         """
         places = self.engine.known_places
-        return 0 < places <= len(self._coming) + sum(answering.unended for answering in self._answering)
+        return 0 < places <= len(self._coming) + self._asked
 
     def begin(self, request_id: str, asks: bool) -> None:
         """A request that a drain waits for begins; it `asks` the engine for an answer."""

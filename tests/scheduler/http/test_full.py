@@ -33,7 +33,6 @@ def test_what_has_no_place_is_refused_before_the_engine_is_asked(model: Path, ev
     async def main() -> None:
         async with serving(model, engine=ENGINE) as rig:
             rig.engine.worker.step_s = 0.02
-            assert await statuses(rig, 1, "/v1/completions", prompt="a", **ASKED) == [200]
             for path, body in (("/v1/completions", {"prompt": "a", **ASKED}), ("/v1/chat/completions", CHAT)):
                 asked = await statuses(rig, 12, path, **body)
                 assert sorted(asked) == [200] * PLACES + [429] * 9
@@ -42,10 +41,42 @@ def test_what_has_no_place_is_refused_before_the_engine_is_asked(model: Path, ev
             assert await statuses(rig, 2, "/tokenize", prompt="a") == [200, 200]
             async with rig.engine.client() as client:
                 stats = await client.stats()
-            assert (stats.finished, stats.refused) == (1 + 2 * PLACES, 0)
+            assert (stats.finished, stats.refused) == (2 * PLACES, 0)
             assert 'http_requests_refused_total{model_name="made-up"} 18.0' in (await rig.http.get("/metrics")).text
 
     on_loop(event_loop, main)
+
+
+@pytest.mark.parametrize("several", [{"prompt": "a", "n": 3}, {"prompt": ["a", "b"]}])
+def test_each_choice_takes_a_place(model: Path, several: dict[str, Any]) -> None:
+    """The first has too few left for the others, which are as large: the engine hears of none of them."""
+
+    async def main() -> None:
+        async with serving(model, engine=ENGINE) as rig:
+            rig.engine.worker.step_s = 0.02
+            asked = await statuses(rig, 6, "/v1/completions", **ASKED | {"max_tokens": 40}, **several)
+            assert sorted(asked) == [200] + [429] * 5
+            await rig.at_rest()
+            async with rig.engine.client() as client:
+                assert (await client.stats()).refused == 0
+
+    on_loop("selector", main)
+
+
+def test_choices_that_have_not_begun_have_the_next_refused_before_it_is_decoded(model: Path) -> None:
+    async def main() -> None:
+        async with serving(model, engine=ENGINE) as rig:
+            rig.engine.worker.step_s = 0.3
+            first = asyncio.create_task(statuses(rig, 1, "/v1/completions", prompt="a", n=PLACES, **ASKED))
+            async with asyncio.timeout(20):
+                while not rig.front._answering:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            assert rig.front.full
+            reply = await rig.post(prompt=[{}], **ASKED)  # 400 if it was decoded
+            assert reply.status_code == 429 and f"{PLACES} answers may run" in reply.text
+            assert await first == [200]
+
+    on_loop("selector", main)
 
 
 def test_who_reads_slowly_takes_no_place_once_the_engine_is_done(model: Path) -> None:
