@@ -138,6 +138,8 @@ ENDLESS = {
     # what a task of asyncio awaits: it is cancelled when its process or its connection ends
     "copyengine/wire/process.py: orders.stop.wait()": "the process runs until then",
     "copyengine/wire/rpc.py: replies.get()": "inside asyncio.timeout(deadline_s)",
+    "copyengine/wire/rpc.py: self._connected.wait()": "the same",
+    "copyengine/wire/rpc.py: arrived.result()": "of a future that is done",
     "scheduler/__main__.py: orders.drain.wait()": "the parent's drain has a deadline of its own",
     "scheduler/http/__main__.py: orders.drain.wait()": "the same",
     "scheduler/http/answering.py: self._stirred.wait()": "every pump ends by the client's SILENCE_S, and stirs",

@@ -52,5 +52,5 @@ def test_what_is_no_answer_is_one_line(answers: list[list[bytes]], says: str) ->
         argv = [sys.executable, "-m", "scheduler.client", "hi", "--endpoint", endpoint]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
-    error = [line for line in done.stderr.splitlines() if not line.startswith("dropped a reply")]
+    error = [line for line in done.stderr.splitlines() if not line.startswith("event=reply_refused ")]
     assert len(error) == 1 and error[0].startswith("error: ") and says in error[0], done.stderr

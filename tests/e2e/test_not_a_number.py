@@ -116,6 +116,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # with the starts of three engines
 def test_who_is_routed_to_what_is_no_number_ends_with_an_error_and_nobody_else(
     spoilt: Engine, sound: list[Answer], routed: list[bool]
@@ -138,6 +139,7 @@ def test_who_is_routed_to_what_is_no_number_ends_with_an_error_and_nobody_else(
     assert re.search(rf'slotstream:requests_not_finite_total{{model_name=".*"}} {float(after.not_finite)}\n', page)
 
 
+@pytest.mark.slow
 def test_a_prompt_fails_with_its_first_bad_chunk_and_leaves_nothing_that_others_would_read(
     spoilt: Engine, sound: list[Answer], routed: list[bool]
 ) -> None:

@@ -202,4 +202,5 @@ def test_a_terminal_has_a_live_line_that_log_lines_erase() -> None:
     assert sum(b" event=request id=r" in line for line in lines) == 3
     assert all(line.endswith(b"\r\n") for line in lines if b" event=request id=r" in line)
     assert re.search(re.escape(erase) + rb"\d{4}-[^\r]*: event=request id=r0 ", written)
-    assert written.endswith(erase + b"\r")
+    assert erase + b"\r" in bytes(written).rpartition(b"link ")[2], "the live line is erased, and only log lines follow"
+    assert lines[-1].endswith(b" event=end code=0\r\n")

@@ -86,6 +86,7 @@ class Beside:
             self.first_s.append(answer.finished.timing.ttft_s)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_short_prompts_wait_for_two_chunks_of_a_long_one_at_most(small: Engine) -> None:
     """Of 500, 64 at once, 95 of 100; a chunk is what the long prompts' took on average meanwhile, as the engine counts.

@@ -59,7 +59,6 @@ async def stopped_meanwhile(engine: Engine, client: Client, name: str, seconds: 
 @pytest.mark.parametrize(
     ("event_loop", "seconds"),
     [
-        ("auto", 3.0),
         pytest.param("auto", 10.0, marks=pytest.mark.slow),
         pytest.param("selector", 10.0, marks=pytest.mark.slow),
     ],

@@ -27,7 +27,8 @@ from tests.scheduler.rig import FakeWorker, on_loop
 PRINTED = {
     "model", "workers", "device", "dtype", "moe_layers", "experts", "experts_per_token", "slots", "stream_slots",
     "cache_policy", "bank_nbytes", "pinned_nbytes", "pool_nbytes", "kv_tokens", "kv_nbytes", "kv_placement",
-    "state_slots", "state_nbytes", "deterministic", "max_model_len", "demand_tokens", "copy_engine", "event_loop",
+    "state_slots", "state_nbytes", "deterministic", "verify_copies", "max_model_len", "demand_tokens", "copy_engine",
+    "event_loop",
 }  # fmt: skip
 """What launch.py's Ready block is made of."""
 
