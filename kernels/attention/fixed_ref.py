@@ -1,7 +1,11 @@
 """Plain torch: attention of kernels.online_softmax, in float32, for a chunk's rows and a decode step's alike."""
 
+from functools import partial
+
 import torch
 
+from kernels.attention import ref
+from kernels.attention.ref import by_head
 from kernels.online_softmax import Rows, attended
 
 
@@ -26,27 +30,10 @@ def attention(
     return out.reshape(rows, heads * head_dim).to(q.dtype)
 
 
-def decode_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            pages = table[row].to(torch.int64)
-            out[row] = attention(q[row : row + 1], k_pages, v_pages, pages, length - 1, scale, window, sinks)[0]
-    return out
+decode_attention = partial(ref.decode_attention, attend=attention)
 
 
 def in_order(pages_of_all: torch.Tensor, pages: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """[kv_heads, end - first, D] float32 of the positions first .. end - 1."""
-    page_tokens = pages_of_all.shape[1]
-    page = first // page_tokens
-    used = pages_of_all[pages[page : -(-end // page_tokens)]].flatten(0, 1)
-    return used[first - page * page_tokens : end - page * page_tokens].transpose(0, 1).to(torch.float32)
+    page = first // pages_of_all.shape[1] * pages_of_all.shape[1]
+    return by_head(pages_of_all, pages, page, end)[:, first - page :].to(torch.float32)

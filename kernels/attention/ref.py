@@ -1,5 +1,7 @@
 """Plain torch: the pages are gathered, torch's scaled_dot_product_attention does the rest, unless there are sinks."""
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -23,7 +25,7 @@ def attention(
     if rows == 0:
         return q.reshape(0, heads * head_dim)
     first = _first(start, window, k_pages.shape[1])
-    k, v = (_by_head(of_all, pages, first, start + rows) for of_all in (k_pages, v_pages))
+    k, v = (by_head(of_all, pages, first, start + rows) for of_all in (k_pages, v_pages))
     if sinks is not None:
         return _with_sinks(q, k, v, start - first, scale, window, sinks)
     if rows == 1:
@@ -44,12 +46,14 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    attend: Callable[..., torch.Tensor] = attention,
 ) -> torch.Tensor:
+    """Row by row, as `attend` has a chunk of one."""
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
     for row, length in enumerate(lengths.tolist()):
         if length:
             pages = table[row].to(torch.int64)
-            out[row] = attention(q[row : row + 1], k_pages, v_pages, pages, length - 1, scale, window, sinks)[0]
+            out[row] = attend(q[row : row + 1], k_pages, v_pages, pages, length - 1, scale, window, sinks)[0]
     return out
 
 
@@ -70,7 +74,7 @@ def _first(position: int, window: int | None, page_tokens: int) -> int:
     return 0 if window is None else max(0, position - window + 1) // page_tokens * page_tokens
 
 
-def _by_head(pages_of_all: torch.Tensor, pages: torch.Tensor, first: int, end: int) -> torch.Tensor:
+def by_head(pages_of_all: torch.Tensor, pages: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """[kv_heads, end - first, D] of the positions first .. end - 1, of which `first` begins a page."""
     page_tokens = pages_of_all.shape[1]
     used = pages[first // page_tokens : -(-end // page_tokens)]

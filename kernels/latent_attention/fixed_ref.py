@@ -1,8 +1,11 @@
 """Plain torch: latent attention of kernels.online_softmax, for a chunk's rows and a decode step's alike."""
 
+from functools import partial
+
 import torch
 
 from kernels.attention.fixed_ref import in_order
+from kernels.latent_attention import ref
 from kernels.online_softmax import Rows, attended
 
 
@@ -23,18 +26,4 @@ def latent_attention(
     return attended(Rows(wide, start, scale), q.shape[2], block)[:, 0].to(q.dtype)
 
 
-def decode_latent_attention(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_pages: torch.Tensor,
-    rope_pages: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            one, pages = slice(row, row + 1), table[row].to(torch.int64)
-            out[one] = latent_attention(q[one], q_rope[one], latent_pages, rope_pages, pages, length - 1, scale)
-    return out
+decode_latent_attention = partial(ref.decode_latent_attention, attend=latent_attention)

@@ -1,6 +1,10 @@
 """Plain torch: the latents are gathered from their pages and widened to float32; scores are held block by block."""
 
+from collections.abc import Callable
+
 import torch
+
+from kernels.attention.ref import by_head
 
 BLOCK_PAIRS = 512
 """Pairs of row and head that are scored at once, so that scores stay [512, length] however long the chunk is."""
@@ -39,12 +43,14 @@ def decode_latent_attention(
     table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    attend: Callable[..., torch.Tensor] = latent_attention,
 ) -> torch.Tensor:
+    """Row by row, as `attend` has a chunk of one."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for row, length in enumerate(lengths.tolist()):
         if length:
             one, pages = slice(row, row + 1), table[row].to(torch.int64)
-            out[one] = latent_attention(q[one], q_rope[one], latent_pages, rope_pages, pages, length - 1, scale)
+            out[one] = attend(q[one], q_rope[one], latent_pages, rope_pages, pages, length - 1, scale)
     return out
 
 
@@ -62,5 +68,4 @@ def store_latent(
 
 def _in_order(pages_of_all: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """[length, width] float32 of the positions 0 .. length - 1."""
-    used = pages[: -(-length // pages_of_all.shape[1])]
-    return pages_of_all[used].flatten(0, 1)[:length, 0].to(torch.float32)
+    return by_head(pages_of_all, pages, 0, length)[0].to(torch.float32)
