@@ -136,16 +136,6 @@ def resident_nbytes(engine: Engine) -> dict[str, int]:
     return {name: info.uss for name, info in found.items()}
 
 
-def stats_of(engine: Engine) -> StatsReply:
-    found = []
-
-    async def session(client: Client) -> None:
-        found.append(await client.stats())
-
-    engine.over(session)
-    return found[0]
-
-
 def at_rest(stats: StatsReply) -> bool:
     """Nobody waits or runs, and every page is free or cached and can be had."""
     return stats.waiting == stats.running == 0 and stats.kv_pages_available == stats.kv_pages_total
@@ -155,7 +145,7 @@ def settled(engine: Engine, as_before: Standing | None = None, task_counts: Path
     """Wait until nobody is served, and the processes hold what they held; AssertionError with what they hold."""
     end_s = time.monotonic() + SETTLE_S
     while True:
-        stats, now = stats_of(engine), standing(engine, task_counts)
+        stats, now = engine.stats(), standing(engine, task_counts)
         if at_rest(stats) and as_before in (None, now):
             return stats
         assert time.monotonic() < end_s, (stats.waiting, stats.running, as_before, now)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from scheduler.client import Client
+from scheduler.protocol import StatsReply
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
@@ -118,6 +119,16 @@ class Engine:
                 await session(client)
 
         asyncio.run(main())
+
+    def stats(self) -> StatsReply:
+        """What it counted so far."""
+        found: list[StatsReply] = []
+
+        async def session(client: Client) -> None:
+            found.append(await client.stats())
+
+        self.over(session)
+        return found[0]
 
     def stop(self, sign: int = signal.SIGINT) -> int:
         """Send `sign` and wait; the exit code."""

@@ -3,14 +3,18 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 import zmq.asyncio
 
+from copyengine.wire.errors import RequestRefused
 from tests.e2e.engine import Engine, running
+from tests.e2e.streams import END_S
 from worker.client import WorkerClient
 from worker.protocol import SlotsVerified, StatsReply
 
@@ -75,3 +79,12 @@ def _asked(engine: Engine, number: int) -> tuple[SlotsVerified, StatsReply]:
             context.term()
 
     return asyncio.run(ask())
+
+
+async def failure(asking: Awaitable[list[int]]) -> RequestRefused:
+    """How the answer ends, within END_S from now."""
+    start_s = time.monotonic()
+    with pytest.raises(RequestRefused) as refused:
+        await asking
+    assert time.monotonic() - start_s < END_S
+    return refused.value

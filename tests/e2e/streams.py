@@ -21,7 +21,7 @@ BEGIN_S = 60.0
 """Seconds in which the first token of each answer comes, on a machine that does much else."""
 
 END_S = 2.0
-"""Seconds within which a client hears of the end of its request after a process died."""
+"""Seconds within which a client hears of the end of its request after a process died or failed it."""
 
 LOOK_S = 0.02
 """Seconds between two looks at the engine's health."""

@@ -3,7 +3,6 @@ slots, and what was free before it was started."""
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from copyengine.checkpoint.random_model import Sizes, write_random_model
 from copyengine.wire.errors import RequestRefused
 from scheduler.client import Client
 from tests.e2e.engine import CUDA_START_TIMEOUT_S, running
-from tests.e2e.faulty_engine import FaultyEngine, faulty, verified_slots
+from tests.e2e.faulty_engine import FaultyEngine, failure, faulty, verified_slots
 from tests.e2e.test_cuda import all_free_again, free_nbytes, greedy, prompts
 from tests.e2e.test_restarts import answer, begun
 from worker.copy_checks import MOST_DAMAGED_STEPS
@@ -28,7 +27,6 @@ SHORT, LONG = prompts(512, (30, 100))
 """On demand and streamed."""
 
 TOKENS = 24
-END_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +47,6 @@ def served(session: Session, path: Path, *flags: str) -> str:
         text = lying.engine.text()
     assert all_free_again(before)
     return text
-
-
-async def failure(asking: Awaitable[list[int]]) -> RequestRefused:
-    start_s = time.monotonic()
-    with pytest.raises(RequestRefused) as refused:
-        await asking
-    assert time.monotonic() - start_s < END_S
-    return refused.value
 
 
 async def nothing_damaged(lying: FaultyEngine) -> int:

@@ -5,7 +5,6 @@ Seen by its clients, against what it answered before, and, with --verify-copies,
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from copyengine.wire.errors import RequestRefused
 from scheduler.client import Client
 from scheduler.protocol import StatsReply
 from tests.e2e.engine import Engine
-from tests.e2e.faulty_engine import FaultyEngine, faulty, verified_slots, worker_stats
+from tests.e2e.faulty_engine import FaultyEngine, failure, faulty, verified_slots, worker_stats
 from tests.e2e.test_restarts import answer, begun
 from tests.e2e.windows import CONDITIONS
 from worker.copy_checks import MOST_DAMAGED_STEPS
@@ -31,8 +30,6 @@ SHORT, LONG = list(range(300, 330)), list(range(500, 600))
 """On demand and streamed."""
 
 TOKENS = 12
-END_S = 2.0
-"""Seconds within which a request ends that a fault has hit."""
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +74,6 @@ def held(engine: Engine, stats: StatsReply) -> tuple[object, ...]:
     run = next(flag for flag in engine.child("copyengine").cmdline() if flag.startswith("--run-id="))
     shared = [path.name for path in ledger.directory().iterdir() if path.name.startswith(run.partition("=")[2])]
     return (*idle, len(shared))
-
-
-async def failure(asking: Awaitable[list[int]]) -> RequestRefused:
-    start_s = time.monotonic()
-    with pytest.raises(RequestRefused) as refused:
-        await asking
-    assert time.monotonic() - start_s < END_S
-    return refused.value
 
 
 def test_a_copy_that_moves_nothing_ends_its_step_and_no_token_is_ever_wrong(verifying: FaultyEngine) -> None:

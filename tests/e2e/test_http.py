@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from scheduler.client import Client
-from scheduler.protocol import Sampling, StatsReply
+from scheduler.protocol import Sampling
 from tests.e2e.engine import Engine, running
 
 FLAGS = ("--slots", "64", "--chunked-prefill-size", "256", "--http-port", "0")
@@ -55,16 +55,6 @@ def by_zmq(engine: Engine, **request: Any) -> str:
     return texts[0]
 
 
-def stats_of(engine: Engine) -> StatsReply:
-    found = []
-
-    async def session(client: Client) -> None:
-        found.append(await client.stats())
-
-    engine.over(session)
-    return found[0]
-
-
 def wait(met: Callable[[], bool], timeout_s: float = 20.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not met():
@@ -74,7 +64,7 @@ def wait(met: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def at_rest(engine: Engine) -> bool:
     """Nothing runs, every page is free or cached, and the front has no connection but that to the scheduler."""
-    stats = stats_of(engine)
+    stats = engine.stats()
     free = stats.kv_pages_free + stats.kv_pages_cached == stats.kv_pages_total
     port = int(engine.url.rsplit(":", 1)[1])
     clients = [c for c in engine.child("http").net_connections("tcp") if c.laddr.port == port and c.raddr]
@@ -156,21 +146,21 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", ASKED)
 def test_the_engine_stops_when_the_client_leaves(engine: Engine, how: str) -> None:
-    before = stats_of(engine)
+    before = engine.stats()
     with connect(engine) as connection:
         connection.sendall(request_of(engine, **{"max_tokens": ENDLESS, "ignore_eos": True} | ASKED[how]))
         if how != "before the first byte":
-            wait(lambda: stats_of(engine).running > 0)
+            wait(lambda: engine.stats().running > 0)
         if how in ("in the middle of a stream", "half closed"):
             while b"data: " not in connection.recv(65536):
                 pass
         if how == "half closed":
             connection.shutdown(socket.SHUT_WR)
-            wait(lambda: stats_of(engine).running == 0)
+            wait(lambda: engine.stats().running == 0)
         if how == "does not read":
             time.sleep(0.5)
     wait(lambda: at_rest(engine))
-    after = stats_of(engine)
+    after = engine.stats()
     assert after.finished == before.finished and after.failed == before.failed
     assert after.aborted - before.aborted == 1 or (how == "before the first byte" and after.aborted == before.aborted)
     assert after.generated_tokens - before.generated_tokens < ENDLESS / 2

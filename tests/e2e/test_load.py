@@ -30,7 +30,6 @@ from tests.e2e.crowd import (
     sampling,
     settled,
     standing,
-    stats_of,
     stretch,
     tokens_of,
     write_small_model,
@@ -130,7 +129,7 @@ def test_what_is_too_much_is_refused_at_once_and_the_rest_finishes(
     assert not any(heard.refused for heard in alone)
     asyncio.run(asked(range(ASKED)))
     settled(small)
-    before, before_nbytes = stats_of(small), resident_nbytes(small)
+    before, before_nbytes = small.stats(), resident_nbytes(small)
     late, finished = list[float](), 0
     for _ in range(WAVES):
         stretched = stretch()
@@ -325,7 +324,7 @@ def test_half_of_a_thousand_requests_dropped_at_random_moments_leave_nothing(sma
     expected, texts = asyncio.run(alone())
     as_before = warmed_up(small, task_counts, expected, texts)
     assert all(as_before.tasks.values()) and set(as_before.tasks) == set(as_before.threads)
-    before = stats_of(small)
+    before = small.stats()
     crowd = Droppers(small, expected, texts, seed=1)
     asyncio.run(crowd.run(ALL, AT_ONCE))
     after = settled(small, as_before, task_counts)

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from copyengine.checkpoint.random_model import write_random_model
 from scheduler.client import Client, RequestRefused
 from scheduler.protocol import Sampling
-from tests.e2e.crowd import AND_CUDA, SMALL, engine_on, prompt_of, settled, stats_of
+from tests.e2e.crowd import AND_CUDA, SMALL, engine_on, prompt_of, settled
 from tests.e2e.engine import Engine
 
 SIZES = replace(SMALL, layers=4, experts=64, max_position=1024)
@@ -126,7 +126,7 @@ def test_who_is_routed_to_what_is_no_number_ends_with_an_error_and_nobody_else(
     expected = [Answer((), (), "bad_logits") if bad else there for there, bad in zip(sound, routed, strict=True)]
     failed = 3 * sum(routed)
     assert 3 * ENOUGH <= failed <= 3 * (len(PROMPTS) - ENOUGH)
-    before = stats_of(spoilt)
+    before = spoilt.stats()
     for shift in (0, 5, 11):
         asked = [*range(shift, len(PROMPTS)), *range(shift)]
         got = answers(spoilt, [PROMPTS[i] for i in asked], 8)
@@ -148,7 +148,7 @@ def test_a_prompt_fails_with_its_first_bad_chunk_and_leaves_nothing_that_others_
     assert len(good) >= 2
     for i in good:
         long = LONG[BEGINNINGS.index(PROMPTS[i])]
-        before = stats_of(spoilt)
+        before = spoilt.stats()
         assert answers(spoilt, [long], 1) == [Answer((), (), "bad_logits")]
         after = settled(spoilt)
         chunks = after.demand.steps + after.streamed.steps - before.demand.steps - before.streamed.steps
