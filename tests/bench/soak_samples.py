@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -166,6 +167,8 @@ def _argvs(engine: Engine) -> list[Sequence[str]]:
 
 
 def gpu_nbytes() -> int:
-    """Of all GPUs together; 0 if the driver does not say."""
-    used = output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
+    """Of all GPUs together that CUDA_VISIBLE_DEVICES leaves visible; 0 if the driver does not say."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = ("-i", visible) if visible else ()
+    used = output("nvidia-smi", *only, "--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
     return sum(int(mib) << 20 for mib in used if mib.isdigit())
