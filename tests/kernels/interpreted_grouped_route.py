@@ -19,13 +19,13 @@ for tokens, num_experts, k, groups, taken in CASES:
     ties = torch.randint(-2, 3, (tokens, num_experts), generator=generator).float()
     for logits in (spread, ties, spread - 200.0 * ties.abs(), spread.T.contiguous().T):
         # Biases of either sign and beyond 1; and such that sums are 0 of either sign.
-        for bias in (torch.randn(num_experts, generator=generator), torch.full((num_experts,), -0.5)):
-            for renormalise in (False, True):
-                arguments = (logits, bias, k, groups, taken, renormalise, 2.5)
-                weights, experts = grouped_tri.grouped_route(*arguments)
-                expected_weights, expected_experts = grouped_ref.grouped_route(*arguments)
-                assert torch.equal(experts, expected_experts), (num_experts, k)
-                torch.testing.assert_close(weights, expected_weights, atol=1e-7, rtol=2e-6)
+        biases = (torch.randn(num_experts, generator=generator), torch.full((num_experts,), -0.5))
+        for bias, renormalise in zip(biases, (False, True), strict=True):
+            arguments = (logits, bias, k, groups, taken, renormalise, 2.5)
+            weights, experts = grouped_tri.grouped_route(*arguments)
+            expected_weights, expected_experts = grouped_ref.grouped_route(*arguments)
+            assert torch.equal(experts, expected_experts), (num_experts, k)
+            torch.testing.assert_close(weights, expected_weights, atol=1e-7, rtol=2e-6)
 
 for bad in (float("nan"), float("inf"), float("-inf")):
     for logits in (torch.full((1, 40), bad), torch.cat((torch.full((1, 3), bad), torch.zeros(1, 37)), dim=1)):

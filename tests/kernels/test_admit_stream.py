@@ -10,12 +10,13 @@ from tests.kernels import stream_histories as histories
 from tests.kernels.test_admit_triton import interpret
 
 
-def test_in_the_interpreter_equals_the_lists() -> None:
-    """60 random histories: records, flags, tables, counters, failures noted; admissions between, through the same ring.
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_in_the_interpreter_equals_the_lists(count: int) -> None:
+    """Random histories: records, flags, tables, counters, failures noted; admissions between, through the same ring.
 
     That the tables are right for a GEMM is in test_admit_triton.py::test_every_routed_row_is_computed_once.
     """
-    interpret("tests.kernels.stream_histories", "0", "60")
+    interpret("tests.kernels.stream_histories", "0", str(count))
 
 
 @pytest.mark.parametrize("experts", [8, 512, 4096])
