@@ -38,6 +38,7 @@ from scheduler.check import Settings, report
 from scheduler.config import DEFAULT_PORT, LaunchConfig, SchedulerConfig, ServingConfig
 from scheduler.http.config import HttpConfig
 from scheduler.live_status import LiveStatus
+from scheduler.port_claims import claimed_ports
 from scheduler.preflight import Preflight, check_serving, inspect, preflight, wanted
 from scheduler.progress_line import ProgressLine
 from scheduler.ready_block import ready_block
@@ -218,17 +219,19 @@ def run(config: LaunchConfig) -> int:
         return check(config)
     if config.prompt is not None and config.port == DEFAULT_PORT:
         config = replace(config, port=0)  # nobody else needs to find it: it may run beside another engine
-    found = preflight(config, say)
-    log.info("start", model=str(found.model.directory), device=found.placement.device, detail=found.placement.reason)
-    code = 1
-    try:
-        code = start_and_serve(config, found)
-        return code
-    except BaseException as error:
-        code = exit_code(error)
-        raise
-    finally:
-        log.info("end", code=code)
+    with claimed_ports(config):
+        found = preflight(config, say)
+        model, placement = found.model, found.placement
+        log.info("start", model=str(model.directory), device=placement.device, detail=placement.reason)
+        code = 1
+        try:
+            code = start_and_serve(config, found)
+            return code
+        except BaseException as error:
+            code = exit_code(error)
+            raise
+        finally:
+            log.info("end", code=code)
 
 
 def start_and_serve(config: LaunchConfig, found: Preflight) -> int:

@@ -72,6 +72,7 @@ def test_imports_point_one_way(path: Path) -> None:
                 "client_cli",
                 "check",
                 "live_status",
+                "port_claims",
                 "preflight",
                 "progress_line",
                 "ready_block",

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -184,11 +185,27 @@ def test_a_second_engine_on_one_of_its_ports_is_refused_and_disturbs_nobody(engi
     assert engine.children() == children
 
 
-def test_prompt_answers_once() -> None:
-    done = launch(*QUESTION)
+def test_prompt_answers_once_and_of_two_starts_at_one_moment_one_is_refused() -> None:
+    """Before it has started anything, while the port of both is still free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    took_s = []
+
+    def start() -> "subprocess.CompletedProcess[str]":
+        start_s = time.monotonic()
+        done = launch("--port", port, *QUESTION)
+        took_s.append(time.monotonic() - start_s)
+        return done
+
+    with ThreadPoolExecutor(2) as both:
+        refused, done = sorted(both.map(lambda _: start(), range(2)), key=lambda done: -done.returncode)
     assert done.returncode == 0, done.stderr
     assert "Ready in" in done.stderr and "Ready in" not in done.stdout
     assert "new tokens" in done.stdout.splitlines()[-1]
+    assert refused.returncode == 2 and f":{port}" in refused.stderr and "--port" in refused.stderr
+    assert refused.stderr.count("error: ") == 1 and "event=start " not in refused.stderr
+    assert min(took_s) < SECOND_START_S * ROOM
 
 
 @pytest.mark.parametrize("copy_engine", ["process", "thread"])

@@ -147,7 +147,7 @@ async def nothing_runs(endpoint: str) -> bool:
     "test",
     [
         lifecycle.test_a_killed_launcher_leaves_nothing,
-        lifecycle.test_prompt_answers_once,
+        lifecycle.test_prompt_answers_once_and_of_two_starts_at_one_moment_one_is_refused,
         lifecycle.test_a_taken_port_is_refused_by_its_number,
         lifecycle.test_a_start_that_takes_too_long_names_the_knob,
         restarts.test_one_worker_and_each_process_killed_under_load,
