@@ -69,6 +69,14 @@ def _of_first_gpu(field: str) -> str:
     return output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0]
 
 
+def gpu_nbytes(field: str) -> list[int]:
+    """`field`, such as "memory.free", of each GPU that CUDA_VISIBLE_DEVICES leaves visible; none if nobody tells."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = ("-i", visible) if visible else ()
+    told = output("nvidia-smi", *only, f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
+    return [int(mib) << 20 for mib in told if mib.isdigit()]
+
+
 def cpu_name() -> str:
     """The processor, as the system names it."""
     try:

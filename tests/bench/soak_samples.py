@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench.bench_idle import processes
-from tests.bench.report import output
+from tests.bench.report import gpu_nbytes
 from tests.e2e.engine import Engine
 
 WARM_MARGIN_S = 30.0
@@ -112,7 +111,7 @@ class Sampler:
                 self.add(name, figure, value, process.pid)
         self.add("all", "shm", shared_nbytes(self._engine))
         if self._gpu:
-            self.add("all", "gpu", gpu_nbytes())
+            self.add("all", "gpu", sum(gpu_nbytes("memory.used")))
 
     def add(self, name: str, figure: str, value: float, pid: int = 0) -> None:
         """One value, now."""
@@ -177,11 +176,3 @@ def _argvs(engine: Engine) -> list[Sequence[str]]:
         except psutil.Error:
             continue
     return found
-
-
-def gpu_nbytes() -> int:
-    """Of all GPUs together that CUDA_VISIBLE_DEVICES leaves visible; 0 if the driver does not say."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    only = ("-i", visible) if visible else ()
-    used = output("nvidia-smi", *only, "--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
-    return sum(int(mib) << 20 for mib in used if mib.isdigit())

@@ -24,6 +24,7 @@ from scheduler.client import Client
 from scheduler.last_known import FRESH_S
 from scheduler.protocol import Sampling
 from tests.bench.flash_next import write_flash_next
+from tests.bench.report import gpu_nbytes
 from tests.e2e.engine import CUDA_START_TIMEOUT_S, Engine, gone, running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -61,9 +62,9 @@ def prompts(vocab: int, lengths: Sequence[int]) -> list[list[int]]:
 
 def free_nbytes() -> list[int]:
     """Of each GPU's memory."""
-    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    return [int(line) << 20 for line in done.stdout.split()]
+    told = gpu_nbytes("memory.free")
+    assert told, "nvidia-smi tells nothing"
+    return told
 
 
 def all_free_again(before: Sequence[int], within_s: float = 20.0) -> bool:
