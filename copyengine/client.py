@@ -27,7 +27,7 @@ from copyengine.protocol import (
     Wake,
 )
 from copyengine.wire.errors import PeerDied
-from copyengine.wire.rpc import RpcClient
+from copyengine.wire.rpc_client import RpcClient
 
 LOAD_SILENCE_S = 120.0
 """Seconds without progress after which a load is given up, unless its caller says: a disk that spins up, or a large

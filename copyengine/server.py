@@ -28,7 +28,7 @@ from copyengine.protocol import (
 from copyengine.ring import Limits, RingReader
 from copyengine.wire.errors import PeerDied, RequestRefused, WireError
 from copyengine.wire.logs import Log
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 
 DEAD_POLL_S = 1.0
 """Between two looks at whether the attached workers live. A dead one's step never ends, so that its ring keeps the copy

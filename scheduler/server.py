@@ -10,7 +10,7 @@ import zmq.asyncio
 from copyengine.wire.errors import PeerDied, RequestRefused
 from copyengine.wire.lifecycle import Progress
 from copyengine.wire.logs import Log
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 from scheduler import protocol
 from scheduler.activity import activity_reply, ask_residency
 from scheduler.choices import Choices

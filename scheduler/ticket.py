@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from copyengine.wire.errors import PeerDied
-from copyengine.wire.rpc import ReadsNothing
+from copyengine.wire.rpc_server import ReadsNothing
 from scheduler.choices import Choices
 from scheduler.core import BAD_LOGITS
 from scheduler.grammar import Grammars

@@ -137,9 +137,9 @@ def endless_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
 ENDLESS = {
     # what a task of asyncio awaits: it is cancelled when its process or its connection ends
     "copyengine/wire/process.py: orders.stop.wait()": "the process runs until then",
-    "copyengine/wire/rpc.py: replies.get()": "inside asyncio.timeout(deadline_s)",
-    "copyengine/wire/rpc.py: self._connected.wait()": "the same",
-    "copyengine/wire/rpc.py: arrived.result()": "of a future that is done",
+    "copyengine/wire/rpc_client.py: replies.get()": "inside asyncio.timeout(deadline_s)",
+    "copyengine/wire/rpc_client.py: self._connected.wait()": "the same",
+    "copyengine/wire/rpc_client.py: arrived.result()": "of a future that is done",
     "scheduler/__main__.py: orders.drain.wait()": "the parent's drain has a deadline of its own",
     "scheduler/http/__main__.py: orders.drain.wait()": "the same",
     "scheduler/http/answering.py: self._stirred.wait()": "every pump ends by the client's SILENCE_S, and stirs",
@@ -158,7 +158,7 @@ ENDLESS = {
     "copyengine/checkpoint/parallel.py: future.result()": "the pool has ended",
     "copyengine/loading.py: task.result()": "it is done",
     "copyengine/wire/process.py: work.result()": "it is done",
-    "copyengine/wire/rpc.py: (end if end in done else serving).result()": "it is done",
+    "copyengine/wire/rpc_server.py: (end if end in done else serving).result()": "it is done",
     "scheduler/__main__.py: endless.result()": "it is done",
     "scheduler/http/__main__.py: server.result()": "it is done",
     "scheduler/http/answering.py: pump.result()": "it is done",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import zmq.asyncio
 
 from copyengine.wire.errors import PeerDied
-from copyengine.wire.rpc import RpcClient
+from copyengine.wire.rpc_client import RpcClient
 from worker.protocol import (
     FINAL,
     Done,

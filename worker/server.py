@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from copyengine.wire.errors import ConfigError, PeerDied, RequestRefused
 from copyengine.wire.logs import Log
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 from worker import protocol
 from worker.compute import ComputeThread
 from worker.protocol import (

@@ -21,7 +21,7 @@ from typing import Self
 import zmq.asyncio
 
 from copyengine.wire.errors import ConfigError, PeerDied, PeerError, PeerTimeout, RequestRefused, SlotstreamError
-from copyengine.wire.rpc import RpcClient
+from copyengine.wire.rpc_client import RpcClient
 from scheduler.config import DEFAULT_PORT
 from scheduler.protocol import (
     FINAL,

@@ -13,7 +13,7 @@ from copyengine.client import CopyEngineClient
 from copyengine.protocol import Attach, Done, Failed, LoadProgress, MemoryHandle, Reply, Request
 from copyengine.wire.errors import ConfigError, PeerDied, PeerTimeout, RequestRefused, SlotstreamError, WireError
 from copyengine.wire.loop import run
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 
 HANDLE = MemoryHandle("shm", "x", 1)
 Operation = Callable[[CopyEngineClient], Awaitable[object]]

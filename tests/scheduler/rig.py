@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from copyengine.wire.errors import CopyFailed, RequestRefused
 from copyengine.wire.lifecycle import Progress
 from copyengine.wire.loop import run
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 from scheduler.client import Client
 from scheduler.config import SchedulerConfig
 from scheduler.lane import running

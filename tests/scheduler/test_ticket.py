@@ -8,7 +8,7 @@ import pytest
 
 from copyengine.wire.errors import PeerDied
 from copyengine.wire.loop import run
-from copyengine.wire.rpc import ReadsNothing
+from copyengine.wire.rpc_server import ReadsNothing
 from scheduler.protocol import Failed, Finished, Timing, Tokens, Usage
 from scheduler.ticket import ClientOutbox
 

@@ -17,7 +17,7 @@ from copyengine.wire.errors import (
     WireError,
 )
 from copyengine.wire.loop import run
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 from worker import client as worker_client
 from worker import protocol
 from worker.client import WorkerClient

@@ -16,7 +16,7 @@ from copyengine.protocol import Load as BankLoad
 from copyengine.protocol import Loaded as BanksLoaded
 from copyengine.wire.errors import ConfigError, PeerTimeout
 from copyengine.wire.loop import run
-from copyengine.wire.rpc import Call, RpcServer
+from copyengine.wire.rpc_server import Call, RpcServer
 from kernels.admit import half_life_of
 from kernels.formats import ExpertFormat, layout
 from worker import engine

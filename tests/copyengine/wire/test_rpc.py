@@ -23,7 +23,7 @@ import zmq.asyncio
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
-from copyengine.wire import rpc
+from copyengine.wire import rpc_client, rpc_server
 from copyengine.wire.errors import (
     ConfigError,
     CopyFailed,
@@ -34,7 +34,8 @@ from copyengine.wire.errors import (
     WireError,
 )
 from copyengine.wire.loop import EventLoop, run
-from copyengine.wire.rpc import Call, RpcClient, RpcServer
+from copyengine.wire.rpc_client import RpcClient
+from copyengine.wire.rpc_server import Call, RpcServer
 
 LOOPS: tuple[EventLoop, ...] = ("uvloop", "selector") if sys.platform != "win32" else ("selector",)
 
@@ -139,7 +140,7 @@ def test_replies_that_come_in_crowds_leave_others_their_turn(event_loop: EventLo
                 if len(seen) == 1:  # all others come while nobody reads
                     time.sleep(0.3)  # noqa: ASYNC251
             assert seen == list(range(crowd))
-            assert 8 < most <= rpc.READ_AT_ONCE + 1
+            assert 8 < most <= rpc_client.READ_AT_ONCE + 1
 
     run(main(), event_loop)
 
@@ -425,7 +426,7 @@ def test_junk_is_counted_and_harms_nobody() -> None:
 
 
 def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "MAX_FRAME_NBYTES", 1000)
+    monkeypatch.setattr(rpc_server, "MAX_FRAME_NBYTES", 1000)
 
     async def test() -> None:
         async with (
@@ -518,7 +519,7 @@ def test_calls_end_at_once_if_a_listener_of_the_client_fails(
         return event if event["event"] != zmq.EVENT_DISCONNECTED else fail(event)
 
     if listener == "of the connection's end":
-        monkeypatch.setattr(rpc, "parse_monitor_message", fail_at_the_end)
+        monkeypatch.setattr(rpc_client, "parse_monitor_message", fail_at_the_end)
 
     async def test() -> None:
         async with answered_by_hand() as (router, client):
@@ -570,7 +571,7 @@ def test_a_server_serves_until_its_end_and_raises_what_ends_it() -> None:
 
 def test_an_oversized_reply_ends_the_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whoever watches the connection learns that it closed."""
-    monkeypatch.setattr(rpc, "MAX_FRAME_NBYTES", 1000)
+    monkeypatch.setattr(rpc_client, "MAX_FRAME_NBYTES", 1000)
 
     async def test() -> None:
         async with answered_by_hand() as (router, client):
@@ -639,7 +640,7 @@ def descriptors() -> int:
 
 def test_a_client_that_is_gone_or_reads_nothing_costs_only_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress to it raises PeerDied: at once when it left, after the queue is full when it does not read."""
-    monkeypatch.setattr(rpc, "SEND_QUEUE_REPLIES", 10)
+    monkeypatch.setattr(rpc_server, "SEND_QUEUE_REPLIES", 10)
 
     async def test() -> None:
         ended: asyncio.Queue[str] = asyncio.Queue()
@@ -680,8 +681,8 @@ def test_a_client_that_reads_again_finds_the_end_of_each_request(
     monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
     """Of one that flooded it and of a short one beside it; but not if it has read nothing for too long."""
-    monkeypatch.setattr(rpc, "SEND_QUEUE_REPLIES", 10)
-    monkeypatch.setattr(rpc, "FINAL_PATIENCE_S", patience_s)
+    monkeypatch.setattr(rpc_server, "SEND_QUEUE_REPLIES", 10)
+    monkeypatch.setattr(rpc_server, "FINAL_PATIENCE_S", patience_s)
 
     async def test() -> None:
         full, short = asyncio.Event(), asyncio.Event()
@@ -821,7 +822,7 @@ FULL = """
 import asyncio, resource, sys
 import msgspec, zmq.asyncio
 from copyengine.protocol import Done, Failed, Stats
-from copyengine.wire.rpc import RpcServer
+from copyengine.wire.rpc_server import RpcServer
 
 async def main():
     server = RpcServer(zmq.asyncio.Context(), Stats, answer, Failed)
