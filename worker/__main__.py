@@ -103,6 +103,7 @@ def bring_torch(threads: int) -> None:
     os.environ.setdefault("LRU_CACHE_CAPACITY", str(KEPT_SHAPES))
     import torch
 
+    import worker.building
     import worker.engine  # noqa: F401
 
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) - 1))

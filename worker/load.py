@@ -22,7 +22,8 @@ from worker.protocol import Load, LoadProgress
 
 if TYPE_CHECKING:
     from worker.backend import Backend, Slots
-    from worker.engine import Engine, Prepared
+    from worker.building import Prepared
+    from worker.engine import Engine
 
 T = TypeVar("T")
 OnProgress = Callable[[LoadProgress], None]
@@ -52,16 +53,16 @@ class EngineLoader:
     async def _load(
         self, load: Load, compute: ComputeThread, backend: "Backend", on_progress: OnProgress, start_s: float
     ) -> "Engine":
-        from worker import engine
+        from worker import building, engine
 
         tell = self._from_thread(on_progress)
         await self._link.start_clean(load.deadline_s)
-        checked = await compute.run(lambda: engine.prepare(load, backend, self._config.deterministic))
+        checked = await compute.run(lambda: building.prepare(load, backend, self._config.deterministic))
         banks = await self._fill_banks(load, checked, on_progress)
-        prepared = await compute.run(lambda: engine.fit(checked, load, backend))
+        prepared = await compute.run(lambda: building.fit(checked, load, backend))
         lost: asyncio.Future[str] = self._loop.create_future()
         pool = await compute.run(
-            lambda: engine.make_pool(
+            lambda: building.make_pool(
                 prepared,
                 backend,
                 self._config.name,
@@ -76,14 +77,14 @@ class EngineLoader:
         slots = pool.slots if pool else None
         try:
             broken = self._from_thread(_first(lost))
-            runner, kv = await compute.run(lambda: engine.build_runner(prepared, load, backend, pool, broken, tell))
+            runner, kv = await compute.run(lambda: building.build_runner(prepared, load, backend, pool, broken, tell))
             await self._attach(slots)
         except BaseException:
             await self._link.detach()
             await compute.run(lambda: _close(slots))
             raise
         load_s = time.monotonic() - start_s
-        facts = engine.facts_of(prepared, backend, kv, slots, banks, self._link.kind, load_s)
+        facts = building.facts_of(prepared, backend, kv, slots, banks, self._link.kind, load_s)
         facts = replace(facts, deterministic=self._config.deterministic)
         return engine.Engine(facts, runner, slots, backend, lost)
 

@@ -25,9 +25,9 @@ from kernels import admit
 from kernels.formats import RecordLayout, layout
 from tests.bench.flash_next import write_flash_next
 from worker.backend import PoolOrder
+from worker.building import copy_checks
 from worker.cuda_backend import CudaBackend
 from worker.device_slots import DeviceSlots
-from worker.engine import copy_checks
 from worker.geometry import SlotGeometry
 from worker.protocol import Mode
 

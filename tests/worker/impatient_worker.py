@@ -2,9 +2,9 @@
 
 import sys
 
-import worker.engine
+import worker.building
 from worker.__main__ import main
 
 if __name__ == "__main__":
-    worker.engine.COPY_DEADLINE_S = 2.0  # type: ignore[attr-defined]
+    worker.building.COPY_DEADLINE_S = 2.0  # type: ignore[attr-defined]
     sys.exit(main())

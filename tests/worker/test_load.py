@@ -19,7 +19,7 @@ from copyengine.wire.loop import run
 from copyengine.wire.rpc_server import Call, RpcServer
 from kernels.admit import half_life_of
 from kernels.formats import ExpertFormat, layout
-from worker import engine
+from worker import building
 from worker.backend import PoolOrder
 from worker.compute import ComputeThread
 from worker.config import WorkerConfig
@@ -74,7 +74,7 @@ def test_the_deadline_of_the_load_is_the_copy_engines_too(model: str, answered: 
 
 def budget_with(available_nbytes: int, load: Load, monkeypatch: pytest.MonkeyPatch) -> Budget:
     monkeypatch.setattr("copyengine.available.host_nbytes", lambda: available_nbytes)
-    return engine.fit(engine.prepare(load, HOST), load, HOST).budget
+    return building.fit(building.prepare(load, HOST), load, HOST).budget
 
 
 def test_the_banks_memory_is_not_asked_for_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_the_banks_memory_is_not_asked_for_again(model: str, monkeypatch: pytest
 def test_automatic_sizes_come_out_as_if_all_were_planned_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the plan that launch.py makes before anything is allocated, from roomy down to what is just refused."""
     load = Load(model, max_step_tokens=64)
-    checked = engine.prepare(load, HOST)
+    checked = building.prepare(load, HOST)
     record = checked.record
     assert record is not None
     whole = checked.budget.total_nbytes
@@ -112,7 +112,7 @@ def test_automatic_sizes_come_out_as_if_all_were_planned_at_once(model: str, mon
 
 def test_input_scales_are_wanted_for_every_bank_of_quantised_inputs_alone(model: str) -> None:
     """Against the number of banks, 2; those of the right number are the pool's order's, bank by bank."""
-    plain = engine.prepare(Load(model, slots=12, kv_tokens=64, max_step_tokens=64), HOST)
+    plain = building.prepare(Load(model, slots=12, kv_tokens=64, max_step_tokens=64), HOST)
     assert plain.record is not None
     quantised = replace(plain, record=layout(ExpertFormat("nvfp4", quantised_inputs=True), 32, 16))
     orders = Orders()
@@ -120,8 +120,8 @@ def test_input_scales_are_wanted_for_every_bank_of_quantised_inputs_alone(model:
     def banks(scales: list[tuple[float, float]]) -> BanksLoaded:
         return BanksLoaded(0, 0, 0, 0, 0, 0.0, input_scales=scales)
 
-    def make(prepared: engine.Prepared, scales: list[tuple[float, float]]) -> None:
-        engine.make_pool(prepared, orders, "w", "run", lambda: None, print, lambda _: None, banks(scales))  # type: ignore[arg-type]
+    def make(prepared: building.Prepared, scales: list[tuple[float, float]]) -> None:
+        building.make_pool(prepared, orders, "w", "run", lambda: None, print, lambda _: None, banks(scales))  # type: ignore[arg-type]
 
     for prepared, scales in ((plain, [(1.0, 1.0)] * 2), (quantised, []), (quantised, [(1.0, 1.0)])):
         with pytest.raises(ConfigError, match=f"input scales of {len(scales)} MoE layers"):
@@ -145,10 +145,10 @@ class Orders:
 def test_the_cache_policy_is_the_pools(model: str, tmp_path: Path) -> None:
     """Against the policy asked for: "lrfu" has a half-life of whole steps of the model, and none fits a dense one."""
     load = Load(model, slots=12, kv_tokens=64, max_step_tokens=64)
-    assert engine.prepare(load, HOST).half_life == 0
-    prepared = engine.prepare(replace(load, cache_policy="lrfu"), HOST)
-    assert prepared.half_life == half_life_of(2, engine.HALF_LIFE_STEPS)
-    assert engine.fit(prepared, load, HOST).half_life == prepared.half_life
+    assert building.prepare(load, HOST).half_life == 0
+    prepared = building.prepare(replace(load, cache_policy="lrfu"), HOST)
+    assert prepared.half_life == half_life_of(2, building.HALF_LIFE_STEPS)
+    assert building.fit(prepared, load, HOST).half_life == prepared.half_life
     write_random_model(tmp_path, replace(SIZES, experts=0))
     with pytest.raises(ConfigError, match="--cache-policy lrfu: a dense model"):
-        engine.prepare(replace(load, model=str(tmp_path), slots=0, cache_policy="lrfu"), HOST)
+        building.prepare(replace(load, model=str(tmp_path), slots=0, cache_policy="lrfu"), HOST)
