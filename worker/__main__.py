@@ -28,8 +28,8 @@ KEPT_SHAPES = 512
 """Shapes of products on the CPU that oneDNN keeps compiled code for, and torch above it, together 0.9 MB a shape.
 
 Their own 1,024 each are filled by prompts of all lengths over an hour, and look like a leak. One chunk of 512 tokens on
-demand has some 300 shapes, an expert's rows being a number of their own, and they are met again in each layer: a prompt
-took 410 ms of processor time with 128, 313 with 256, 262 with 512 and 289 with 1,024; a shape met anew costs 0.3 ms (the
+demand has some 300 shapes, an expert's rows being a number of their own, and each layer meets them again: a prompt took
+410 ms of processor time with 128, 313 with 256, 262 with 512 and 289 with 1,024; a shape met anew costs 0.3 ms (the
 built-in model, 2-core AMD EPYC, torch 2.13, 2026-11)."""
 
 log = Log(__name__)

@@ -30,12 +30,7 @@ from worker.mailbox import COPY_DEADLINE_S
 from worker.model import build_model
 from worker.model.moe import Experts
 from worker.model.operations import operations
-from worker.protocol import (
-    LOGGED_STEPS,
-    Load,
-    Loaded,
-    LoadProgress,
-)
+from worker.protocol import LOGGED_STEPS, Load, Loaded, LoadProgress
 from worker.state import StateSlots
 from worker.step import StepRunner
 from worker.weights import TORCH_DTYPES, load_dense

@@ -10,14 +10,7 @@ import zmq
 import zmq.asyncio
 
 from copyengine.wire.codec import MAX_FRAME_NBYTES, Codec
-from copyengine.wire.errors import (
-    ConfigError,
-    PeerDied,
-    SlotstreamError,
-    WireError,
-    code_of,
-    unforeseen,
-)
+from copyengine.wire.errors import ConfigError, PeerDied, SlotstreamError, WireError, code_of, unforeseen
 from copyengine.wire.logs import Log
 from copyengine.wire.rpc import CALL_NBYTES, LAST, MORE, Rep, Req
 

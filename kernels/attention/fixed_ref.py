@@ -35,5 +35,5 @@ decode_attention = partial(ref.decode_attention, attend=attention)
 
 def in_order(pages_of_all: torch.Tensor, pages: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """[kv_heads, end - first, D] float32 of the positions first .. end - 1."""
-    page = first // pages_of_all.shape[1] * pages_of_all.shape[1]
-    return by_head(pages_of_all, pages, page, end)[:, first - page :].to(torch.float32)
+    begin = first // pages_of_all.shape[1] * pages_of_all.shape[1]
+    return by_head(pages_of_all, pages, begin, end)[:, first - begin :].to(torch.float32)

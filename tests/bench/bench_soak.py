@@ -40,6 +40,7 @@ def text_of(done: Soaked, plan: Plan) -> str:
     stats, ledger = done.stats, done.ledger
     asked = [
         ["requests, as clients saw them", f"{len(ledger.asked):,}"],
+        ["of these, refused by the HTTP front or left unsent", f"{len(ledger.asked) - done.ends.total():,}"],
         [
             "accepted = finished + failed + aborted",
             f"{stats.finished + stats.failed + stats.aborted:,} = "

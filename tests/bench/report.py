@@ -72,6 +72,8 @@ def _of_first_gpu(field: str) -> str:
 def gpu_nbytes(field: str) -> list[int]:
     """`field`, such as "memory.free", of each GPU that CUDA_VISIBLE_DEVICES leaves visible; none if nobody tells."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return []
     only = ("-i", visible) if visible else ()
     told = output("nvidia-smi", *only, f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
     return [int(mib) << 20 for mib in told if mib.isdigit()]
@@ -88,9 +90,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+OUTPUT_S = 30.0
+"""Seconds that a command may take which says something of the machine."""
+
+
 def output(*command: str) -> str:
-    """What a command prints; nothing if it fails or is not there."""
+    """What a command prints; nothing if it fails, takes too long or is not there."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=OUTPUT_S)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""

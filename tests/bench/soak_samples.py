@@ -13,7 +13,7 @@ import psutil
 
 from tests.bench.bench_idle import processes
 from tests.bench.report import gpu_nbytes
-from tests.e2e.engine import Engine
+from tests.e2e.engine import Engine, own_nbytes
 
 WARM_MARGIN_S = 30.0
 """A series begins with its first sample and ends with its last, which is less than the process's life."""
@@ -27,8 +27,8 @@ T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 WARM_S = 600.0
 """Seconds that a process has to have lived for its slopes to be judged. What it grows by before is its warming up: a
-worker on a CPU comes to its 400 MB within half a minute and a scheduler to its 43 within 15 (2-core AMD EPYC, 2026-11).
-"""
+worker on a CPU has met as many shapes as it keeps code of after some minutes, and a scheduler has come from 37 to 42 MB
+after ten, and by 3 more over the fifty after (2-core AMD EPYC, 2026-11)."""
 
 ALLOWED = {"private": 0.01, "fds": 0.0, "threads": 0.0, "shm": 0.01, "gpu": 0.01}
 """By what share of its mean a figure may surely have grown over the watched half."""
@@ -100,7 +100,7 @@ class Sampler:
             try:
                 memory = process.memory_full_info()
                 figures = {
-                    "private": anonymous_nbytes(process.pid) or memory.uss,
+                    "private": own_nbytes(process),
                     "pss": getattr(memory, "pss", memory.rss),
                     "fds": process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),
                     "threads": process.num_threads(),
@@ -137,19 +137,6 @@ def growing(series: dict[Key, Series]) -> list[str]:
                 f"over {line.watched_s:.0f} s, of {line.mean:,.0f}"
             )
     return found
-
-
-def anonymous_nbytes(pid: int) -> int:
-    """Memory of a process that belongs to no file, where the system tells it; 0 elsewhere.
-
-    What psutil calls `uss` has the pages of libraries in it that nobody else has mapped at the moment, and jumps by
-    100 MB when another process with torch ends.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
 def shared_nbytes(engine: Engine) -> int:

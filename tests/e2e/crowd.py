@@ -15,7 +15,7 @@ import pytest
 from copyengine.checkpoint.random_model import Sizes, write_random_model
 from scheduler.client import Client
 from scheduler.protocol import Sampling, StatsReply
-from tests.e2e.engine import Engine, running
+from tests.e2e.engine import Engine, own_nbytes, running
 from tests.e2e.windows import CONDITIONS
 
 SMALL = Sizes(
@@ -132,8 +132,7 @@ def standing(engine: Engine, task_counts: Path | None = None) -> Standing:
 
 def resident_nbytes(engine: Engine) -> dict[str, int]:
     """Of memory that is each process's own: shared segments with experts count when they are touched."""
-    found = {name: engine.child(name).memory_full_info() for name in NAMES}
-    return {name: info.uss for name, info in found.items()}
+    return {name: own_nbytes(engine.child(name)) for name in NAMES}
 
 
 def at_rest(stats: StatsReply) -> bool:

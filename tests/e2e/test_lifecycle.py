@@ -33,7 +33,7 @@ QUESTION = ("--prompt", "Hi")  # an answer of some twenty tokens
 def segments_of(processes: list[psutil.Process]) -> list[str]:
     """Names of the shared memory that these processes own."""
     pids = {str(process.pid) for process in processes}
-    return [path.name for path in ledger.directory().iterdir() if path.name.split("@")[1:2][0] in pids]
+    return [path.name for path in ledger.directory().iterdir() if set(path.name.split("@")[1:2]) & pids]
 
 
 def launch(*flags: str, timeout: float = 60.0) -> "subprocess.CompletedProcess[str]":

@@ -22,7 +22,7 @@ from scheduler.client import Client
 from scheduler.protocol import Failed, Generate, Reply, StatsReply
 from tests.bench.front_alone import MODEL, Rig, rig
 from tests.e2e.crowd import LOOPS, sampling
-from tests.e2e.engine import ROOT
+from tests.e2e.engine import ROOT, own_nbytes
 from tests.e2e.windows import CONDITIONS
 
 ANSWER_TOKENS = 100_000
@@ -175,14 +175,14 @@ def test_who_does_not_read_is_ended_at_a_bound_and_holds_nobody_up(alone: Rig) -
     """Answers of 100,000 tokens: over ZMQ to a socket that is never read and to a process that is stopped, and over
     HTTP as a stream. They end with a reason, which the first two are told when they read again."""
     quick_s = token_s(alone)
-    before, held = stats_of(alone), [p.memory_full_info().uss for p in processes(alone)]
+    before, held = stats_of(alone), [own_nbytes(p) for p in processes(alone)]
     most = list(held)
 
     def wait(met: Callable[[StatsReply], bool]) -> StatsReply:
         end_s = time.monotonic() + ENDED_S
         while not met(now := stats_of(alone)):
             assert time.monotonic() < end_s, now
-            most[:] = [max(a, p.memory_full_info().uss) for a, p in zip(most, processes(alone), strict=True)]
+            most[:] = [max(a, own_nbytes(p)) for a, p in zip(most, processes(alone), strict=True)]
             time.sleep(0.1)
         return now
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from copyengine.ring import CopyQuery, Limits, Malformed, RingReader, RingWriter, ring_nbytes
+from copyengine.ring import CELLS, SEQUENCE, CopyQuery, Limits, Malformed, RingReader, RingWriter, ring_nbytes
 from kernels import admit
 from kernels.admit.state import AdmissionState
 
@@ -227,13 +227,22 @@ def ring_stays_full(device: str) -> None:
     assert pair.flags[0].item() == 2 and pair.reader.poll() is None  # the error stays
 
 
+def rung(pair: Pair) -> bool:
+    """Whether every cell of the ring has a record, which nobody has read."""
+    words = pair.memory.view(torch.int32)[CELLS:].view(pair.size.capacity, -1)
+    return bool((words[:, SEQUENCE] != 0).all())
+
+
 def host_ends_the_spin(device: str) -> None:
     """A ring that nobody reads, and a word from the host: the launch ends at once, its flags say so."""
     pair = Pair(Size(1, 8, 8, 2, 2), device, spin_limit=1 << 30)
     stream = None if device == "cpu" else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def give_up() -> None:
-        time.sleep(0.3)
+        end_s = time.monotonic() + 30
+        while not rung(pair) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        time.sleep(0.1)  # it spins now
         with torch.cuda.stream(stream):
             pair.device.control[admit.ERROR].fill_(9)
 

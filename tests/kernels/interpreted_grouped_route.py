@@ -20,7 +20,8 @@ for tokens, num_experts, k, groups, taken in CASES:
     for logits in (spread, ties, spread - 200.0 * ties.abs(), spread.T.contiguous().T):
         # Biases of either sign and beyond 1; and such that sums are 0 of either sign.
         biases = (torch.randn(num_experts, generator=generator), torch.full((num_experts,), -0.5))
-        for bias, renormalise in zip(biases, (False, True), strict=True):
+        both = (False, True) if logits is spread or logits is ties else (True, False)
+        for bias, renormalise in zip(biases, both, strict=True):
             arguments = (logits, bias, k, groups, taken, renormalise, 2.5)
             weights, experts = grouped_tri.grouped_route(*arguments)
             expected_weights, expected_experts = grouped_ref.grouped_route(*arguments)

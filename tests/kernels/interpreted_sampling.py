@@ -1,6 +1,10 @@
-"""A script: sample's Triton kernels in the interpreter against the plain-torch reference: the tokens are equal."""
+"""A script: sample's Triton kernels in the interpreter against the plain-torch reference: the tokens are equal.
+
+Its arguments are sizes of vocabularies.
+"""
 
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -45,7 +49,7 @@ if __name__ == "__main__":
     rows = cut_settings(4)
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).mul(4).round().expand(16, -1)
     assert torch.equal(tri.sample(logits, *rows, chunk=CHUNK, candidates=ROOM, bands=BANDS), reference(logits, rows))
-    for vocab in (1, 17, 100):
+    for vocab in map(int, sys.argv[1:]):
         generator = torch.Generator().manual_seed(vocab)
         logits = torch.randn(22, vocab, generator=generator) * 4
         logits[5:10] = logits[5:10].round()  # ties

@@ -30,9 +30,10 @@ def test_in_the_interpreter_equals_the_reference(count: int) -> None:
     interpret("tests.kernels.admit_histories", "0", str(count))
 
 
-def test_every_routed_row_is_computed_once() -> None:
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_every_routed_row_is_computed_once(count: int) -> None:
     """Of admitted layers, over-full ones too: against the reference over all experts, and counted row by row."""
-    interpret("tests.kernels.admitted_rows", "0", "6")
+    interpret("tests.kernels.admitted_rows", "0", str(count))
 
 
 def interpret(module: str, *arguments: str) -> None:

@@ -225,10 +225,13 @@ def test_a_row_whose_logits_are_not_finite_gets_no_token(bad: float, temperature
     assert sample(logits, rows_of(3, temperature)).tolist() == [expected[0], -1, -1]
 
 
-def test_the_triton_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "vocabs", [("1", "16", "100"), pytest.param(("1", "16", "17", "100", "300"), marks=pytest.mark.slow)]
+)
+def test_the_triton_kernels_in_the_interpreter(vocabs: tuple[str, ...]) -> None:
     """Against the reference: the tokens are equal."""
     pytest.importorskip("triton")
-    script = [sys.executable, "-m", "tests.kernels.interpreted_sampling"]
+    script = [sys.executable, "-m", "tests.kernels.interpreted_sampling", *vocabs]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
 

@@ -11,8 +11,8 @@ from scheduler.port_claims import claimed_ports
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("scheduler.port_claims.cache_directory", lambda: tmp_path)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("scheduler.port_claims.ledger.directory", lambda: tmp_path)
     return tmp_path
 
 
@@ -21,7 +21,13 @@ def ports(port: int, http_port: int | None = None, **others: Any) -> LaunchConfi
 
 
 @pytest.mark.parametrize(
-    ("second", "flag"), [(ports(7001), "--port"), (ports(7003, 7002), "--http-port"), (ports(7002), "--port")]
+    ("second", "flag"),
+    [
+        (ports(7001), "--port"),
+        (ports(7003, 7002), "--http-port"),
+        (ports(7002), "--port"),
+        (ports(7001, host="localhost"), "--port"),
+    ],
 )
 def test_a_port_is_claimed_once_and_free_again_afterwards(second: LaunchConfig, flag: str) -> None:
     with (
@@ -53,7 +59,12 @@ def test_a_claim_that_fails_leaves_none() -> None:
             pass
 
 
-def test_where_no_lock_can_be_made_nothing_is_refused(cache: Path) -> None:
-    (cache / "ports").write_text("", "utf-8")
+def test_one_port_for_both_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--http-port 7001: is --port's"), claimed_ports(ports(7001, 7001)):
+        pass
+
+
+def test_where_no_lock_can_be_made_nothing_is_refused(directory: Path) -> None:
+    (directory / "ports").write_text("", "utf-8")
     with claimed_ports(ports(7001)), claimed_ports(ports(7001)):
         pass

@@ -7,6 +7,7 @@ counters and residents against sets of experts kept here.
 import itertools
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -398,11 +399,11 @@ def _error(rig: Rig, mode: Mode, given: Sequence[Routing]) -> SlotstreamError | 
     return None
 
 
-def main() -> None:
+def main(histories: int, failing: Sequence[int]) -> None:
     """All that a CPU can do; the deadline is the device's, and on a CPU the wait itself has none."""
-    random_histories(hosted(), range(3))
+    random_histories(hosted(), range(histories))
     copies = FailingCopies(HostCopyDevice())
-    failed_copies(copies, hosted(copies), (2,))
+    failed_copies(copies, hosted(copies), failing)
     lying = LyingCopies(HostCopyDevice())
     damaged_copies(lying, hosted(lying), ((1, "decode"), (4, "streamed")))
     damaged_slots(hosted())
@@ -412,4 +413,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), [int(number) for number in sys.argv[2:]])

@@ -31,11 +31,14 @@ ROOT = Path(__file__).parent.parent.parent
 REPEATS = 50
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    ("histories", "failing"), [("3", ["2"]), pytest.param("10", ["1", "2", "5", "8"], marks=pytest.mark.slow)]
+)
+def test_in_the_interpreter(histories: str, failing: list[str]) -> None:
     """In a process of its own, for Triton looks at TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.worker.device_slots_checks"],
+        [sys.executable, "-W", "error", "-m", "tests.worker.device_slots_checks", histories, *failing],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
