@@ -18,7 +18,7 @@ STATIC: tuple[tuple[str, ...], ...] = (
 
 def commands(tests: bool, gpu: bool) -> list[tuple[str, ...]]:
     """The modules to run with their arguments, in order."""
-    on_cpu = [("pytest", "-n", "2", "--dist", "loadfile")] if tests else []
+    on_cpu = [("pytest", "-n", "3", "--dist", "loadfile")] if tests else []
     on_gpu = [("pytest", "-m", "gpu")] if gpu else []
     return [*STATIC, *on_cpu, *on_gpu]
 
