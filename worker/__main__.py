@@ -24,13 +24,13 @@ from worker.server import WorkerServer
 STOP_STEP_S = 2.0
 """Seconds that a running step or load has to end when the process stops; then the process ends without it."""
 
-KEPT_SHAPES = 512
+KEPT_SHAPES = 128
 """Shapes of products on the CPU that oneDNN keeps compiled code for, and torch above it, together 0.9 MB a shape.
 
-Their own 1,024 each are filled by prompts of all lengths over an hour, and look like a leak. One chunk of 512 tokens on
-demand has some 300 shapes, an expert's rows being a number of their own, and each layer meets them again: a prompt took
-410 ms of processor time with 128, 313 with 256, 262 with 512 and 289 with 1,024; a shape met anew costs 0.3 ms (the
-built-in model, 2-core AMD EPYC, torch 2.13, 2026-11)."""
+Their own 1,024 each are filled by prompts of all lengths over an hour, and look like a leak. Experts, whose rows are
+filled up to a few numbers (kernels/grouped_gemm/ref.py), and a chunk's other products have some 70 shapes: a prompt of
+512 tokens takes 215 ms of processor time with 128 and 230 with 512 (the built-in model, 2-core AMD EPYC, torch 2.13,
+2026-11)."""
 
 log = Log(__name__)
 

@@ -116,11 +116,22 @@ def grouped_gemm(
         gate_up_matrix, down_matrix = matrices(pool[slot], layout, x.dtype)
         gate_up_bias, down_bias = biases(pool[slot], layout, x.dtype)
         in_scale, down_scale = input_scales or (None, None)
-        gate_up = linear(x[rows // k], gate_up_matrix, in_scale, fixed) + gate_up_bias
+        computed = rows if fixed else _filled_up(rows)
+        gate_up = linear(x[computed // k], gate_up_matrix, in_scale, fixed) + gate_up_bias
         gate, up = gate_up.chunk(2, dim=-1)
         hidden = activation(gate, up, layout.kind.swiglu_limit, fixed > 0)
-        out = linear(hidden, down_matrix, down_scale, fixed) + down_bias
+        out = linear(hidden, down_matrix, down_scale, fixed)[: len(rows)] + down_bias
         out_rows[rows] = (out * row_weights[rows]).to(out_rows.dtype)
+
+
+def _filled_up(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` [n] and its last element again, up to the next number that has three significant bits.
+
+    For each number of rows oneDNN compiles code, in 0.3 ms a product. An expert has any number of a chunk's rows; of these
+    numbers there are four from each power of two to the next, and a quarter more is computed at most.
+    """
+    more = -len(rows) % (1 << max(0, len(rows).bit_length() - 3))
+    return torch.cat([rows, rows[-1:].expand(more)]) if more else rows
 
 
 def grouped_gemm_slots(
