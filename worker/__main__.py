@@ -28,9 +28,9 @@ KEPT_SHAPES = 128
 """Shapes of products on the CPU that oneDNN keeps compiled code for, and torch above it, together 0.9 MB a shape.
 
 Their own 1,024 each are filled by prompts of all lengths over an hour, and look like a leak. Experts, whose rows are
-filled up to a few numbers (kernels/grouped_gemm/ref.py), and a chunk's other products have some 70 shapes: a prompt of
-512 tokens takes 215 ms of processor time with 128 and 230 with 512 (the built-in model, 2-core AMD EPYC, torch 2.13,
-2026-11)."""
+filled up to few numbers (kernels/grouped_gemm/ref.py), and the other products of a chunk of 512 tokens have 70 at most:
+a prompt of so many takes 215 ms of processor time with 128, 230 with 512 (the built-in model, 2-core AMD EPYC, torch
+2.13, 2026-11)."""
 
 log = Log(__name__)
 

@@ -4,7 +4,8 @@ Bit-identity on the CPU: MKL's float32 results change with the number of rows an
 (measured on an AMD EPYC with AVX-512, torch 2.13, 2026-11: float32 products of 1-7 rows differ between operands that
 start on a 64-byte boundary and those that do not; bfloat16 and float16 ones did not). So each expert's rows are
 gathered into an allocation of their own, and its weights start where its field starts in the record, which is
-128-byte aligned in every slot: the operands look the same in whatever slot and group an expert comes.
+128-byte aligned in every slot: the operands look the same in whatever slot and group an expert comes. How many rows
+are computed follows from how many there are (`_filled_up`).
 """
 
 from collections.abc import Sequence
@@ -127,8 +128,8 @@ def grouped_gemm(
 def _filled_up(rows: torch.Tensor) -> torch.Tensor:
     """`rows` [n] and its last element again, up to the next number that has three significant bits.
 
-    For each number of rows oneDNN compiles code, in 0.3 ms a product. An expert has any number of a chunk's rows; of these
-    numbers there are four from each power of two to the next, and a quarter more is computed at most.
+    For each number of rows oneDNN compiles code, in 0.3 ms a product. An expert has any number of a chunk's rows; of
+    these numbers there are four from each power of two to the next, and a quarter more is computed at most.
     """
     more = -len(rows) % (1 << max(0, len(rows).bit_length() - 3))
     return torch.cat([rows, rows[-1:].expand(more)]) if more else rows

@@ -19,6 +19,7 @@ from kernels.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_slots,
 )
+from kernels.grouped_gemm.ref import _filled_up
 from kernels.moe_align import Alignment, blocks, moe_align
 from kernels.quant import quantised_inputs
 from kernels.topk_route import topk_route
@@ -105,6 +106,16 @@ def test_every_row_and_every_sum_is_that_of_float64(
     total = combine(rows, tokens)
     assert total.shape == (tokens, hidden) and total.dtype == case.x.dtype
     assert ((total.double() - expected.sum(1)).abs() <= 2 * TOLERANCE[dtype] * scale).all()
+
+
+def test_rows_are_filled_up_to_the_next_number_of_three_significant_bits() -> None:
+    """Against all such numbers, in order; what is added repeats the last row."""
+    allowed = sorted({lead << shift for lead in range(8) for shift in range(10)} - {0})
+    for count in range(1, 2000):
+        filled = _filled_up(torch.arange(5, 5 + count)).tolist()
+        assert filled[:count] == list(range(5, 5 + count))
+        assert len(filled) == next(number for number in allowed if number >= count) <= max(count, 5 * count // 4)
+        assert set(filled[count:]) <= {filled[count - 1]}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
