@@ -27,8 +27,8 @@ T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 WARM_S = 600.0
 """Seconds that a process has to have lived for its slopes to be judged. What it grows by before is its warming up: a
-worker on a CPU has met as many shapes as it keeps code of after some minutes, and a scheduler has come from 37 to 42 MB
-after ten, and by 3 more over the fifty after (2-core AMD EPYC, 2026-11)."""
+worker on a CPU has met as many shapes as it keeps code of after some minutes, and a scheduler has come from 38 to 44 MB
+after ten, and by 4 more over the next fifty (2-core AMD EPYC, 2026-11)."""
 
 ALLOWED = {"private": 0.01, "fds": 0.0, "threads": 0.0, "shm": 0.01, "gpu": 0.01}
 """By what share of its mean a figure may surely have grown over the watched half."""
