@@ -100,8 +100,8 @@ def bring_torch(threads: int) -> None:
     took 550 ms with 2 spinning threads, 17 ms with 2 that sleep, 13 ms with one (AMD EPYC, 2026-11).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch's OpenMP runtime is loaded
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KEPT_SHAPES))  # this and the next at the first product
-    os.environ.setdefault("LRU_CACHE_CAPACITY", str(KEPT_SHAPES))
+    for bound in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first product
+        os.environ[bound] = str(KEPT_SHAPES)  # whatever it was: torch crashes over 0, and over what is no number
     import torch
 
     import worker.building

@@ -121,8 +121,10 @@ def grouped_gemm(
         gate_up = linear(x[computed // k], gate_up_matrix, in_scale, fixed) + gate_up_bias
         gate, up = gate_up.chunk(2, dim=-1)
         hidden = activation(gate, up, layout.kind.swiglu_limit, fixed > 0)
-        out = linear(hidden, down_matrix, down_scale, fixed)[: len(rows)] + down_bias
-        out_rows[rows] = (out * row_weights[rows]).to(out_rows.dtype)
+        out = linear(hidden, down_matrix, down_scale, fixed)
+        if computed is not rows:
+            out = out[: rows.shape[0]]
+        out_rows[rows] = ((out + down_bias) * row_weights[rows]).to(out_rows.dtype)
 
 
 def _filled_up(rows: torch.Tensor) -> torch.Tensor:
@@ -131,7 +133,8 @@ def _filled_up(rows: torch.Tensor) -> torch.Tensor:
     For each number of rows oneDNN compiles code, in 0.3 ms a product. An expert has any number of a chunk's rows; of
     these numbers there are four from each power of two to the next, and a quarter more is computed at most.
     """
-    more = -len(rows) % (1 << max(0, len(rows).bit_length() - 3))
+    count = rows.shape[0]
+    more = -count % (1 << max(0, count.bit_length() - 3))
     return torch.cat([rows, rows[-1:].expand(more)]) if more else rows
 
 
