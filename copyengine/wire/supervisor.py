@@ -99,12 +99,12 @@ class Supervisor:
     def stop(self) -> None:
         """End all: first those who take requests, who tell their clients while the others still live.
 
-        Those of each kind are told together, and who has not ended in time is killed together: nobody's slow end
-        takes the time of another's.
+        Those of each kind are told together, the last started first, so that a worker hears of the end before it misses
+        its copy engine. Who has not ended in time is killed together: nobody's slow end takes the time of another's.
         """
         now_s, all_s = time.monotonic(), HURRY_S if self._hurried else STOP_ALL_S
         takers = [child for name, child in self._children.items() if name in self._takers]
-        others = [child for name, child in self._children.items() if name not in self._takers]
+        others = [child for name, child in self._children.items() if name not in self._takers][::-1]
         _tell_to_stop(takers)
         _late(takers, now_s + TAKERS_SHARE * all_s)
         _tell_to_stop(others)
